@@ -11,7 +11,7 @@ import numpy as np
 
 
 def sequence(seed: int, purpose: str, *key: int) -> np.random.SeedSequence:
-    """The root of a stream. `purpose` is a short fixed word ("cohort", "batches"), `key` e.g. (round, client)."""
+    """The root of a stream. `purpose` is a short fixed word ("cohort"), `key` for example (round, client)."""
     word = int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:4], "big")
     return np.random.SeedSequence([seed, word, len(key), *key])
 

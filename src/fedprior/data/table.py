@@ -18,7 +18,9 @@ def make(image: Tensor, label: Tensor, *, synthetic: bool = False, first_id: int
     """A table from images uint8 [n, 3, H, W] and labels int64 [n]; ids count up from `first_id`."""
     n = len(label)
     if image.dtype != torch.uint8 or image.ndim != 4 or len(image) != n:
-        raise ValueError(f"images must be uint8 [n, 3, H, W] with n = {n}, not {image.dtype} {list(image.shape)}")
+        raise ValueError(
+            f"images must be uint8 [n, 3, H, W] with n = {n}, not {image.dtype} {list(image.shape)}"
+        )
     return {
         "image": image,
         "label": label.long(),
@@ -87,7 +89,12 @@ class Federation:
         return replace(self, table=concat(self.table, extra), clients=clients)
 
     def to(self, device: torch.device) -> "Federation":
-        move = lambda t: {k: v.to(device) for k, v in t.items()}
+        def move(table: Table) -> Table:
+            return {name: column.to(device) for name, column in table.items()}
+
         return replace(
-            self, table=move(self.table), test=move(self.test), clients=tuple(r.to(device) for r in self.clients)
+            self,
+            table=move(self.table),
+            test=move(self.test),
+            clients=tuple(r.to(device) for r in self.clients),
         )

@@ -1,0 +1,31 @@
+"""Where clients run. An engine turns (message, cohort, round) into uploads."""
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from ..tree import Tree
+from ..uploads import Upload
+
+
+class Engine(Protocol):
+    @property
+    def clients(self) -> Sequence[int]:
+        """Ids of the clients that hold data, ascending."""
+        ...
+
+    @property
+    def total(self) -> int:
+        """All clients, with or without data."""
+        ...
+
+    def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload]:
+        """One upload a client of the cohort, in ascending order of ids."""
+        ...
+
+    def commit(self, accepted: Sequence[int]) -> None:
+        """These clients' uploads counted: what they remember of the round becomes current. The others forget it."""
+        ...
+
+    def expected(self, down: Tree) -> Tree:
+        """A tree with the names, shapes and dtypes of a good upload."""
+        ...

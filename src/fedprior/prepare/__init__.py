@@ -1,0 +1,1 @@
+"""What happens to a federation's data once, before the first round."""

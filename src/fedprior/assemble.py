@@ -1,0 +1,129 @@
+"""From an experiment to the things it names: data, prior, net, worker. Nothing here trains."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from . import environment, nets
+from .config import Experiment, PriorChoice
+from .data import partition, sources
+from .data.augment import STATISTICS
+from .data.table import Federation
+from .engines.serial import Serial
+from .errors import UserError
+from .local import Worker
+from .net import Net
+from .prepare.synthesis import Report, synthesise
+from .priors.base import Prior
+from .progress import Progress
+
+
+class Split(NamedTuple):
+    federation: Federation  # real rows only
+    partition: partition.Partition
+
+
+def split(experiment: Experiment) -> Split:
+    """The data, decoded and given to clients."""
+    d = experiment.data
+    source = sources.load(d.name, path=d.path, image=d.image, label=d.label, size=d.size)
+    labels = source.train["label"].numpy()
+    if experiment.clients > len(labels):
+        raise UserError(
+            f"clients={experiment.clients} is more than the {len(labels)} training images; use fewer clients"
+        )
+    parts = partition.split(experiment.partition, labels, experiment.clients, experiment.seed)
+    federation = Federation(
+        table=source.train,
+        clients=tuple(torch.from_numpy(np.asarray(rows)) for rows in parts.clients),
+        test=source.test,
+        classes=source.classes,
+        split={"name": parts.name, "digest": parts.digest, "seed": experiment.seed},
+    )
+    return Split(federation, parts)
+
+
+def load_prior(choice: PriorChoice, device: torch.device) -> Prior:
+    from .priors import embedded
+
+    return embedded.load(
+        choice.name,
+        revision=choice.revision,
+        steps=choice.steps,
+        guidance=choice.guidance,
+        dtype=choice.dtype,
+        batch_size=choice.batch_size,
+        device=device,
+    )
+
+
+def balance(
+    experiment: Experiment, federation: Federation, device: torch.device, progress: Progress
+) -> tuple[Federation, Report]:
+    """The federation with the synthetic rows that the experiment's balance asks for."""
+    assert experiment.balance is not None
+    assert experiment.prior is not None
+    prior = load_prior(experiment.prior, device)
+    wanted = synthesis_size(experiment, federation)
+    with progress.task(f"images from {prior.name}", wanted) as update:
+        return synthesise(
+            federation,
+            prior,
+            experiment.balance,
+            seed=experiment.seed,
+            progress=lambda done, total: update(done, ""),
+        )
+
+
+def synthesis_size(experiment: Experiment, federation: Federation) -> int:
+    """How many distinct images the balance needs."""
+    from .prepare.balance import plan
+
+    assert experiment.balance is not None
+    return plan(experiment.balance, federation.counts(synthetic=False)).images
+
+
+def build_net(experiment: Experiment, federation: Federation, device: torch.device) -> Net:
+    height, width = federation.test["image"].shape[2:]
+    module = nets.build(experiment.net, len(federation.classes), size=(height, width), seed=experiment.seed)
+    mean, std = STATISTICS.get(experiment.data.name, ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    return Net(module.to(device), mean, std, experiment.precision)
+
+
+def pool(federation: Federation) -> Federation:
+    """All clients' rows at one client; a synthetic image that several drew counts once."""
+    return replace(federation, clients=(torch.cat(federation.clients).unique(),))
+
+
+def build_engine(experiment: Experiment, net: Net, federation: Federation) -> tuple[Serial, int]:
+    """-> (engine, cohort size). Where all data lie in one place, one worker takes the whole cohort's steps."""
+    method = replace(experiment.method, server=experiment.server)
+    steps, epochs, cohort = experiment.steps, experiment.epochs, experiment.cohort
+    if method.scope == "pooled":
+        steps = steps * cohort if steps else None
+        epochs = epochs * cohort / len(federation.clients) if epochs else None
+        federation, cohort = pool(federation), 1
+    worker = Worker(
+        net=net,
+        method=method,
+        optimizer=experiment.local,
+        batch_size=experiment.batch_size,
+        steps=steps,
+        epochs=epochs,
+        augment=experiment.augment,
+        bn_stats=experiment.bn_stats,
+        weight_by=experiment.weight_by,
+        seed=experiment.seed,
+    )
+    engine = Serial(worker, federation)
+    if not engine.clients:
+        raise UserError("no client holds any data; lower clients= or raise partition.min_size")
+    if cohort > len(engine.clients):
+        raise UserError(f"cohort={cohort}, but only {len(engine.clients)} clients hold data; lower cohort")
+    return engine, cohort
+
+
+def device_of(experiment: Experiment) -> torch.device:
+    return environment.device(experiment.device)

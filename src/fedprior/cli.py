@@ -1,0 +1,345 @@
+"""The command line: parses, calls, prints. Exit codes: 0 done, 1 failed, 2 wrong usage.
+
+Nothing heavy is imported before a command runs, so that `fedprior --help` answers at once.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .errors import UsageError, UserError, unknown
+
+if TYPE_CHECKING:
+    from .config import Experiment
+
+app = typer.Typer(
+    name="fedprior",
+    help="Federated image classification with a diffusion model as a shared prior.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+partition_app = typer.Typer(help="How the data are split over clients.", no_args_is_help=True)
+prior_app = typer.Typer(help="Diffusion priors: train, show, check.", no_args_is_help=True)
+app.add_typer(partition_app, name="partition")
+app.add_typer(prior_app, name="prior")
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE | FILE.toml | RUN_DIRECTORY] [KEY=VALUE]...", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Where run directories go.")]
+
+
+def experiment_of(words: list[str] | None) -> "Experiment":
+    """The experiment that the words name: a recipe, a TOML file or a run directory, then changes."""
+    from .config import Experiment, from_toml, override
+    from .recipes import RECIPES
+
+    words = list(words or [])
+    base = Experiment()
+    if words and "=" not in words[0]:
+        source = words.pop(0)
+        path = Path(source)
+        if source in RECIPES:
+            base = RECIPES[source]()
+        elif path.is_dir():
+            base = from_toml(path / "config.toml")
+        elif path.suffix == ".toml" or path.is_file():
+            base = from_toml(path)
+        else:
+            raise unknown("recipe, file or run directory", source, RECIPES)
+    return override(base, words)
+
+
+def emit(value: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Prints a table on stdout; the first column is text, the others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        out.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        out.add_row(*row)
+    Console().print(out)
+
+
+def percent(value: float | None, spread: float | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
+
+
+@app.command()
+def demo(
+    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds an arm.")] = 3,
+    runs: Runs = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Digits over 20 very unlike clients: FedAvg alone, and with the embedded prior's images."""
+    from .demo import demo as run_demo
+    from .progress import clock, for_terminal
+
+    result = run_demo(words or [], seeds, runs, for_terminal())
+    rows = [
+        [name, percent(arm["mean"], arm["std"]), "  ".join(percent(x) for x in arm["seeds"])]
+        for name, arm in result["arms"].items()
+    ]
+    table("Test accuracy, mean of the last 10 rounds", ["arm", "mean ± std", "seeds"], rows)
+    print(f"Took {clock(result['seconds'])}. Report: {result['report']}")
+    emit(result, as_json)
+
+
+@app.command()
+def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
+    """Train one experiment and write its run directory."""
+    from .progress import clock, for_terminal
+    from .run import run as run_experiment
+
+    result = run_experiment(experiment_of(words), runs, for_terminal()).result
+    rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
+    rows[-1][0] = "best (optimistic)"
+    table("Test accuracy", ["", "global model"], rows)
+    print(
+        f"{result['rounds']} rounds, {result['uplink_MB']:.3f} MB up, {result['downlink_MB']:.3f} MB down, "
+        f"{clock(result['seconds'])}. Report: {result['directory']}/report.html"
+    )
+    emit(result, as_json)
+
+
+@app.command()
+def plan(
+    words: Words = None,
+    calibrate: Annotated[
+        bool, typer.Option(help="Time the prior on four images and a client on two steps.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """What a run would generate for whom, how many MB it would send and about how long it would take."""
+    from .plan import plan as make_plan
+    from .progress import clock
+
+    result = make_plan(experiment_of(words), calibrate)
+    table(
+        "Synthetic rows by class",
+        ["class", "rows"],
+        [[name, str(n)] for name, n in result["per_class"].items()],
+    )
+    shown = sorted(result["clients"], key=lambda c: -c["synthetic"])[:20]
+    more = len(result["clients"]) - len(shown)
+    table(
+        "Rows by client"
+        + (f" (the {len(shown)} that get most, of {len(result['clients'])})" if more else ""),
+        ["client", "real", "synthetic"],
+        [[str(c["client"]), str(c["real"]), str(c["synthetic"])] for c in shown],
+    )
+    print(f"{result['images']} distinct images would be generated, about {result['disk_MB']:.1f} MB on disk.")
+    print(f"{result['MB']:.3f} MB would travel, both directions and all rounds together.")
+    if result["seconds"] is not None:
+        print(
+            f"About {clock(result['generation_seconds'])} for images and {clock(result['training_seconds'])} for "
+            "training, evaluation not counted."
+        )
+    emit(result, as_json)
+
+
+@app.command()
+def generate(words: Words = None, as_json: Json = False) -> None:
+    """Make the synthetic images that a run would need, so that the run starts at once. Can be stopped and go on."""
+    from . import assemble
+    from .progress import for_terminal
+
+    experiment = experiment_of(words)
+    if experiment.balance is None:
+        raise UsageError("nothing to generate with balance=none; add e.g. balance=max")
+    progress = for_terminal()
+    federation, _ = assemble.split(experiment)
+    _, report = assemble.balance(experiment, federation, assemble.device_of(experiment), progress)
+    print(
+        f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out."
+    )
+    print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
+    result = {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
+    emit(result | {"rows": report.rows, "folder": str(report.folder)}, as_json)
+
+
+@partition_app.command("show")
+def partition_show(words: Words = None, as_json: Json = False) -> None:
+    """The clients' class counts and what the split looks like in numbers."""
+    from . import assemble
+
+    federation, parts = assemble.split(experiment_of(words))
+    counts = federation.counts()
+    shown = federation.classes if len(federation.classes) <= 12 else ()
+    table(
+        f"{parts.name}, {len(counts)} clients, digest {parts.digest[:12]}",
+        ["client", "rows", "classes", *shown],
+        [
+            [str(k), str(row.sum()), str((row > 0).sum()), *(str(n) for n in (row if shown else []))]
+            for k, row in enumerate(counts)
+        ],
+    )
+    statistics = parts.statistics(federation.table["label"].numpy(), len(federation.classes))
+    overall = {k: v for k, v in statistics.items() if isinstance(v, int | float)}
+    for key, value in overall.items():
+        print(f"{key.replace('_', ' ')}: {value:g}")
+    emit({"name": parts.name, "digest": parts.digest, "statistics": statistics}, as_json)
+
+
+@prior_app.command("train")
+def prior_train(
+    name: Annotated[str, typer.Argument(help="Which embedded prior to train again: digits.")],
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")] = Path("digits-prior"),
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train an embedded prior from its public images, reproducibly."""
+    from .priors.embedded import names
+    from .priors.train import train_digits
+    from .progress import for_terminal
+
+    if name not in names():
+        raise unknown("embedded prior", name, names())
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; give another folder with --out")
+    record = train_digits(out, seed=seed, log=for_terminal().say)
+    print(f"The prior lies in {out}; use it with prior={out}")
+    emit({"directory": str(out), **record}, as_json)
+
+
+Source = Annotated[str, typer.Argument(help="An embedded prior (digits), a folder or a hub id.")]
+
+
+@prior_app.command("show")
+def prior_show(
+    source: Source = "digits",
+    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("prior.png"),
+    classes: Annotated[str, typer.Option(help="Class names with commas; default: the prior's own.")] = "",
+    per_class: Annotated[int, typer.Option(min=1)] = 10,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """A grid of images by class."""
+    from . import store
+    from .priors.check import sample_grid
+    from .priors.embedded import load
+
+    prior = load(source)
+    names = [c.strip() for c in classes.split(",")] if classes else list(prior.classes)
+    if not names:
+        raise UsageError(f"{source} does not say which classes it knows; name some with --classes 'cat, dog'")
+    with store.atomic(out) as temporary:
+        sample_grid(prior, names, per_class, seed).save(temporary, format="PNG")
+    print(f"{len(names)} classes x {per_class} images in {out}")
+    emit({"image": str(out), "classes": names, "settings": prior.settings}, as_json)
+
+
+@prior_app.command("check")
+def prior_check(
+    source: Source = "digits",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """Accuracy on real test digits of a small CNN trained only on the prior's images, beside real ones."""
+    from .priors.check import check_digits
+    from .priors.embedded import load
+    from .progress import for_terminal
+
+    result = check_digits(load(source), seed=seed, log=for_terminal().say)
+    table(
+        f"The same CNN, {result['images']} training images, tested on real digits",
+        ["trained on", "accuracy"],
+        [["synthetic images", percent(result["synthetic"])], ["real images", percent(result["real"])]],
+    )
+    print(f"The prior is {result['size_MB']:.2f} MB.")
+    emit(result, as_json)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; default: report.html in the first directory.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """One offline HTML page for a run, or for several side by side (seeds of one setting become one line)."""
+    from .report import html, load
+
+    target = out or folders[0] / "report.html"
+    html.write(load.report_data(folders), target)
+    print(f"Report: {target}")
+    emit({"report": str(target)}, as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What fedprior finds on this machine."""
+    import importlib.util
+    import shutil
+
+    from . import environment, store
+    from .priors import embedded
+
+    cache = store.cache_folder()
+    held = sum(f.stat().st_size for f in cache.rglob("*") if f.is_file()) if cache.exists() else 0
+    there = cache if cache.exists() else Path.home()
+    result: dict[str, Any] = {
+        "versions": environment.versions(),
+        "hardware": environment.hardware(),
+        "device": str(environment.device("auto")),
+        "cache": str(cache),
+        "cache_MB": held / 1e6,
+        "free_disk_MB": shutil.disk_usage(there).free / 1e6,
+        "embedded_priors": {name: embedded.folder(name).is_dir() for name in embedded.names()},
+        "extras": {"timm": importlib.util.find_spec("timm") is not None},
+    }
+    rows = [
+        [k, v]
+        for group in ("versions", "hardware")
+        for k, v in result["versions" if group == "versions" else group].items()
+    ]
+    rows += [["device", result["device"]], ["cache", f"{cache} ({held / 1e6:.1f} MB)"]]
+    rows += [["free disk", f"{result['free_disk_MB'] / 1e3:.1f} GB"]]
+    rows += [
+        [f"prior {name}", "there" if ok else "missing: reinstall fedprior"]
+        for name, ok in result["embedded_priors"].items()
+    ]
+    rows += [
+        [f"extra {name}", "there" if ok else f"pip install 'fedprior[{name}]'"]
+        for name, ok in result["extras"].items()
+    ]
+    table("", ["what", "found"], rows)
+    emit(result, as_json)
+    missing = [k for k, v in result["versions"].items() if v == "not installed"]
+    if missing or not all(result["embedded_priors"].values()):
+        raise UserError(
+            f"something is missing: {', '.join(missing) or 'an embedded prior'}; reinstall fedprior"
+        )
+
+
+def main() -> None:
+    """Entry point: one line for a person's mistake, a traceback only for ours."""
+    try:
+        app()
+    except UserError as error:
+        print(f"fedprior: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        print("fedprior: stopped", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""Experiments as typed values; `key=value` words and TOML files change them."""
+
+import difflib
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .data.partition import PARTITIONS
+from .errors import UsageError, unknown
+from .local import WeightBy
+from .method import Method
+from .methods import METHODS, FedAvg
+from .net import BNStats, Precision
+from .optim import OPTIMIZERS, AdamW, Optimizer, SGD
+from .prepare.balance import BALANCES, Balance
+
+Scheme = Any  # one of the partition dataclasses; they share nothing but their registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where images come from."""
+
+    name: str = "digits"  # "digits" ships in the package; else a known name or a hub id
+    path: str | None = (
+        None  # local parquet files, an ImageFolder or a save_to_disk folder in place of the hub
+    )
+    image: str | None = None  # column names, where the features do not tell
+    label: str | None = None
+    size: int | None = None  # side in pixels to resize to; None keeps the set's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class PriorChoice:
+    """Which diffusion model, and how it samples. None takes the prior's own default."""
+
+    name: str = "digits"  # an embedded prior, a folder or a hub id in the Stable Diffusion layout
+    revision: str | None = None
+    steps: int | None = None
+    guidance: float | None = None
+    dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
+    batch_size: int = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Everything that decides a run's result."""
+
+    name: str = ""  # of the run directory; empty derives one from method and balance
+    data: Data = field(default_factory=Data)
+    clients: int = 20
+    partition: Scheme = field(default_factory=lambda: PARTITIONS["dirichlet"](alpha=0.1))
+    net: str = "cnn"
+    method: Method = field(default_factory=FedAvg)
+    server: Optimizer = field(default_factory=lambda: SGD(lr=1.0))
+    local: Optimizer = field(default_factory=lambda: AdamW(lr=1e-3))
+    steps: int | None = 20  # local steps a round; or
+    epochs: float | None = None  # local passes a round, fractions allowed
+    batch_size: int = 32
+    augment: bool = False  # random crop and flip
+    cohort: int = 5  # clients a round
+    rounds: int = 30
+    weight_by: WeightBy = "training"
+    bn_stats: BNStats = "average"
+    max_update_norm: float | None = None  # a longer update is refused
+    prior: PriorChoice | None = field(default_factory=PriorChoice)
+    balance: Balance | None = None
+    seed: int = 0
+    precision: Precision = "fp32"
+    engine: Literal["serial"] = "serial"
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    evaluate_every: int = 1  # rounds between evaluations; the last round always has one
+    target: float | None = None  # accuracy in [0, 1] whose rounds and MB are reported
+
+    def __post_init__(self) -> None:
+        for key in ("clients", "batch_size", "cohort", "rounds", "evaluate_every"):
+            if getattr(self, key) < 1:
+                raise UsageError(f"{key} must be at least 1, not {getattr(self, key)}")
+        if (self.steps is None) == (self.epochs is None):
+            raise UsageError("give the local work either as steps or as epochs, not both")
+        if self.steps is not None and self.steps < 1:
+            raise UsageError(f"steps must be at least 1, not {self.steps}")
+        if self.epochs is not None and not 0 < self.epochs < float("inf"):
+            raise UsageError(f"epochs must be above 0, not {self.epochs}")
+        if self.cohort > self.clients:
+            raise UsageError(
+                f"cohort={self.cohort} is more than clients={self.clients}; lower one or raise the other"
+            )
+        if self.seed < 0:
+            raise UsageError(f"seed must be at least 0, not {self.seed}")
+        if self.balance is not None and self.prior is None:
+            raise UsageError("balance needs a prior; name one with prior=, or say balance=none")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A field that is set by a name: which class or factory the name stands for."""
+
+    make: Callable[[str], Any]
+    name_of: Callable[[Any], str]
+
+
+def _registry(kind: str, entries: Mapping[str, Any], many: Sequence[str] = ()) -> Choice:
+    def make(name: str) -> Any:
+        if name not in entries:
+            raise unknown(kind, name, entries)
+        return entries[name]()
+
+    def name_of(value: Any) -> str:
+        return next(name for name, cls in entries.items() if cls is type(value))
+
+    return Choice(make, name_of)
+
+
+CHOICES: dict[str, Choice] = {
+    "data": Choice(lambda name: Data(name=name), lambda value: value.name),
+    "prior": Choice(lambda name: PriorChoice(name=name), lambda value: value.name),
+    "partition": _registry("partition", PARTITIONS),
+    "method": _registry("method", METHODS),
+    "server": _registry("optimiser", OPTIMIZERS),
+    "local": _registry("optimiser", OPTIMIZERS),
+    "balance": _registry("balance", BALANCES),
+}
+OPTIONAL = ("prior", "balance")
+
+
+def keys(experiment: Experiment) -> list[str]:
+    """Every key that can be set, as a person writes it: "rounds", "method.mu", ..."""
+    out = []
+    for f in fields(experiment):
+        value = getattr(experiment, f.name)
+        out.append(f.name)
+        if f.name in CHOICES and value is not None:
+            out += [f"{f.name}.{g.name}" for g in _settable(value)]
+    return out
+
+
+def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
+    """A copy changed by words such as "method=fedprox" and "method.mu=0.1".
+
+    Names ("method=") count before their values ("method.mu=") whatever the order; otherwise the later
+    word wins. Raises UsageError for an unknown key (with the nearest ones) or a bad value.
+    """
+    pairs = []
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key:
+            raise UsageError(f"'{word}' is not of the form key=value")
+        pairs.append((key.strip().replace("-", "_"), text.strip()))
+    given = {key for key, _ in pairs}
+    if {"steps", "epochs"} <= given:
+        raise UsageError("give the local work either as steps or as epochs, not both")
+    pairs.sort(key=lambda pair: "." in pair[0])
+    changes: dict[str, Any] = {}
+    for key, text in pairs:
+        head, _, tail = key.partition(".")
+        current = changes.get(head, getattr(experiment, head, None))
+        if not hasattr(experiment, head) or (tail and not _has(head, current, tail)):
+            raise _unknown_key(replace(experiment, **_consistent(changes)), key, current)
+        if head in CHOICES and (not tail or tail == "name"):
+            changes[head] = None if head in OPTIONAL and text == "none" else CHOICES[head].make(text)
+        elif head in CHOICES:
+            changes[head] = replace(current, **{tail: parse(get_type_hints(type(current))[tail], text, key)})
+        else:
+            changes[head] = parse(get_type_hints(Experiment)[head], text, key)
+    return replace(experiment, **_consistent(changes))
+
+
+def _consistent(changes: dict[str, Any]) -> dict[str, Any]:
+    """Steps given take the place of epochs, and the other way round."""
+    for key, other in (("steps", "epochs"), ("epochs", "steps")):
+        if changes.get(key) is not None and other not in changes:
+            return changes | {other: None}
+    return changes
+
+
+def _settable(value: Any) -> list[Any]:
+    return [f for f in fields(value) if f.metadata.get("config", True)]
+
+
+def _has(head: str, value: Any, tail: str) -> bool:
+    return head in CHOICES and (
+        tail == "name" or (value is not None and tail in {f.name for f in _settable(value)})
+    )
+
+
+def _unknown_key(experiment: Experiment, key: str, current: Any) -> UsageError:
+    head, _, tail = key.partition(".")
+    if tail and head in OPTIONAL and current is None:
+        return UsageError(f"{key} has no meaning while {head}=none; choose a {head} first, e.g. {head}=...")
+    valid = keys(experiment)
+    leaves = {k.rpartition(".")[2]: k for k in valid}
+    if tail and head in CHOICES:
+        own = [k for k in valid if k.startswith(f"{head}.")]
+        near = difflib.get_close_matches(key, own, n=3, cutoff=0.7)
+        name = CHOICES[head].name_of(current)
+        has = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own) or 'no keys'}"
+        return UsageError(f"unknown key '{key}' for {head}={name}; {has}")
+    if key in leaves:
+        return UsageError(f"unknown key '{key}'; did you mean {leaves[key]}?")
+    return unknown("key", key, valid)
+
+
+def parse(kind: Any, text: str, key: str) -> Any:
+    """The value that `text` means for a field of type `kind`."""
+    if get_origin(kind) in (Union, types.UnionType):
+        if text in ("none", ""):
+            return None
+        kind = next(k for k in get_args(kind) if k is not type(None))
+    if get_origin(kind) is Literal:
+        if text not in get_args(kind):
+            raise unknown(f"value for {key}", text, get_args(kind))
+        return text
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"{key} must be true or false, not '{text}'")
+        return text.lower() == "true"
+    words = {int: "a whole number", float: "a number"}
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"{key} must be {words.get(kind, kind)}, not '{text}'") from None
+
+
+def to_dict(experiment: Experiment) -> dict[str, Any]:
+    """Plain values as they stand in a TOML file; what is None is left out, a prior or balance of None is "none"."""
+    out: dict[str, Any] = {}
+    for f in fields(experiment):
+        value = getattr(experiment, f.name)
+        if f.name not in CHOICES:
+            out |= {f.name: value} if value is not None else {}
+        elif value is None:
+            out[f.name] = "none"
+        else:
+            inner = {g.name: v for g in _settable(value) if (v := getattr(value, g.name)) is not None}
+            out[f.name] = {"name": CHOICES[f.name].name_of(value)} | inner
+    simple = {k: v for k, v in out.items() if not isinstance(v, dict)}
+    return simple | {k: v for k, v in out.items() if isinstance(v, dict)}
+
+
+def to_toml(experiment: Experiment) -> str:
+    import tomli_w
+
+    return tomli_w.dumps(to_dict(experiment))
+
+
+def from_toml(path: Path, base: Experiment | None = None) -> Experiment:
+    """An experiment from a TOML file; keys it leaves out have their defaults."""
+    import tomllib
+
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {path}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    words = []
+    for key, value in values.items():
+        inner = value if isinstance(value, dict) else {"": value}
+        words += [f"{key}.{k}={_word(v)}" if k else f"{key}={_word(v)}" for k, v in inner.items()]
+    words = [
+        w.replace(".name=", "=", 1) if w.partition("=")[0] in {f"{c}.name" for c in CHOICES} else w
+        for w in words
+    ]
+    try:
+        return override(base or Experiment(), words)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

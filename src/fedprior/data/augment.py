@@ -1,0 +1,43 @@
+"""What happens to a batch of images on its way into a net: whole uint8 tensors, no loop over images."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
+
+STATISTICS: dict[str, Statistics] = {  # per channel mean and standard deviation of pixels in [0, 1]
+    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+    "cifar100": ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)),
+}
+
+
+def normalise(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """uint8 [B, 3, H, W] -> float32 (x / 255 - mean) / std per channel.
+
+    Raises TypeError for anything but uint8: a float image has been scaled already.
+    """
+    if image.dtype != torch.uint8:
+        raise TypeError(f"images must be uint8 in 0..255, not {image.dtype}")
+    m, s = (torch.tensor(v, device=image.device).view(1, -1, 1, 1) for v in (mean, std))
+    return image.to(torch.float32).mul_(1 / (255 * s)).sub_(m / s)
+
+
+def crop_flip(image: Tensor, rng: np.random.Generator, padding: int = 4, flip: bool = True) -> Tensor:
+    """A random crop of each zero-padded image and, for half of them, its mirror image.
+
+    uint8 [B, C, H, W] -> the same shape and type. A pure function of image and the state of `rng`.
+    """
+    b, c, h, w = image.shape
+    top, left = (torch.from_numpy(rng.integers(0, 2 * padding + 1, b)) for _ in range(2))
+    mirrored = torch.from_numpy(rng.integers(0, 2, b)).bool() & flip
+    rows = top[:, None] + torch.arange(h)  # [B, H] in the padded image
+    across = torch.arange(w).expand(b, w)
+    columns = left[:, None] + torch.where(mirrored[:, None], across.flip(1), across)  # [B, W]
+    wide = w + 2 * padding
+    flat = (rows[:, :, None] * wide + columns[:, None, :]).view(b, 1, h * w).to(image.device)
+    padded = F.pad(image, (padding,) * 4).view(b, c, -1)
+    return padded.gather(2, flat.expand(b, c, h * w)).view(b, c, h, w)

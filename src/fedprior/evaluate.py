@@ -1,0 +1,77 @@
+"""Accuracy on real images: in all, by class, and what each client would see of it."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .data.table import Table
+from .net import Net
+from .tree import Tree
+
+PIXELS = 100 * 32 * 32  # of one batch: larger ones leave the CPU's cache (1.5 times slower at 500 x 32 x 32)
+
+
+class Evaluation(NamedTuple):
+    correct: np.ndarray  # int64 [classes], test images of each class recognised
+    total: np.ndarray  # int64 [classes], test images of each class
+    loss: float  # mean cross-entropy
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.correct.sum() / self.total.sum())
+
+    @property
+    def per_class(self) -> np.ndarray:
+        """float64 [classes] in [0, 1]; NaN where the test set has no image of a class."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.correct / self.total)
+
+
+@torch.inference_mode()
+def evaluate(net: Net, weights: Tree, table: Table, classes: int) -> Evaluation:
+    """Top-1 accuracy of a model on a table of real images.
+
+    Raises ValueError when the table is empty or holds a synthetic image.
+    """
+    if not len(table["label"]):
+        raise ValueError("there is nothing to evaluate on")
+    if table["synthetic"].any():
+        raise ValueError("synthetic images must not enter an evaluation")
+    size = max(1, PIXELS // table["image"][0, 0].numel())
+    correct = torch.zeros(classes, dtype=torch.int64, device=net.device)
+    loss = torch.zeros((), dtype=torch.float64, device=net.device)
+    for image, label in zip(table["image"].split(size), table["label"].split(size), strict=True):
+        logits = net(weights, image, train=False).logits
+        loss += F.cross_entropy(logits, label, reduction="sum").double()
+        correct += hits(logits, label, classes)
+    total = table["label"].bincount(minlength=classes).cpu().numpy()
+    return Evaluation(correct.cpu().numpy(), total, float(loss) / len(table["label"]))
+
+
+def hits(logits: Tensor, label: Tensor, classes: int) -> Tensor:
+    return label[logits.argmax(1) == label].bincount(minlength=classes)
+
+
+def client_accuracies(per_class: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
+    """What the clients see: each one's expected accuracy on test images mixed like its own real rows.
+
+    `per_class` [classes] is one model's for all clients, or [clients, classes] is each client's own;
+    `counts` int64 [clients, classes] are real rows. Clients without rows are left out. Returns mean,
+    weighted (by rows), std, p10 (10th percentile) and worst; all None when no client has rows.
+    """
+    own = counts.sum(1) > 0
+    rates = np.broadcast_to(np.nan_to_num(per_class), counts.shape)[own]
+    sizes = counts[own].sum(1)
+    if not len(sizes):
+        return dict.fromkeys(("mean", "weighted", "std", "p10", "worst"))
+    accuracy = (rates * counts[own]).sum(1) / sizes
+    return {
+        "mean": float(accuracy.mean()),
+        "weighted": float((accuracy * sizes).sum() / sizes.sum()),
+        "std": float(accuracy.std()),
+        "p10": float(np.percentile(accuracy, 10)),
+        "worst": float(accuracy.min()),
+    }

@@ -1,0 +1,24 @@
+"""FedProx (Li et al., 2020, arXiv:1812.06127): local loss + mu/2 ||w - x||^2 pulls towards the global weights x."""
+
+from dataclasses import dataclass
+
+from .. import tree
+from ..errors import UsageError
+from ..method import Context, Method
+from ..tree import Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedProx(Method):
+    """`mu` weighs the proximal term; 0 is FedAvg, bit for bit."""
+
+    mu: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.mu < float("inf"):
+            raise UsageError(f"method.mu must be a number >= 0, not {self.mu}")
+
+    def gradient(self, grads: Tree, params: Tree, ctx: Context) -> Tree:
+        if not self.mu:
+            return grads
+        return tree.map(lambda g, p, x: g + self.mu * (p - x), grads, params, ctx.start["params"])

@@ -1,0 +1,24 @@
+"""Any classifier of timm by name (extra `fedprior[timm]`)."""
+
+from torch import Tensor, nn
+
+from ..errors import UserError, unknown
+
+
+class Timm(nn.Module):
+    """Features are what timm's head reads before its last layer."""
+
+    def __init__(self, name: str, classes: int) -> None:
+        super().__init__()
+        try:
+            import timm
+        except ImportError as error:
+            raise UserError(f"net=timm/{name} needs timm ({error}); pip install 'fedprior[timm]'") from None
+        if name not in timm.list_models():
+            raise unknown("timm model", name, timm.list_models())
+        self.model = timm.create_model(name, pretrained=False, num_classes=classes)
+        self.width = int(self.model.num_features)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        maps = self.model.forward_features(x)
+        return self.model.forward_head(maps, pre_logits=True), self.model.forward_head(maps)

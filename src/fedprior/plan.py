@@ -1,0 +1,105 @@
+"""What an experiment would cost, before it runs: images, megabytes, seconds."""
+
+import time
+from typing import Any
+
+import torch
+
+from . import assemble, tree
+from .config import Experiment
+from .data.table import Federation
+from .engines.serial import Serial
+from .federate import begin
+from .prepare.balance import plan as plan_balance
+from .priors import prompts
+from .traffic import MB
+
+CALIBRATION = 4  # images generated to time the prior
+PNG_BYTES_PER_PIXEL = 2.5  # of small photographs, three channels
+
+
+def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
+    """Images by class and client, traffic and disk in MB (1e6 bytes), and about how many seconds.
+
+    With `calibrate` the prior makes four images and one client takes two steps; else seconds are None.
+    """
+    device = assemble.device_of(experiment)
+    federation, _ = assemble.split(experiment)
+    engine, cohort = assemble.build_engine(
+        experiment, assemble.build_net(experiment, federation, device), federation
+    )
+    out: dict[str, Any] = {"images": 0, "rows": 0, "per_class": dict.fromkeys(federation.classes, 0)}
+    clients: list[dict[str, Any]] = []
+    real = federation.counts(synthetic=False)
+    synthetic = real * 0
+    if experiment.balance is not None:
+        needed = plan_balance(experiment.balance, real)
+        synthetic = needed.allocation
+        out |= {"images": int(needed.images), "rows": int(needed.rows)}
+        out["per_class"] = dict(zip(federation.classes, synthetic.sum(0).tolist(), strict=True))
+    for k in range(len(real)):
+        clients.append({"client": k, "real": int(real[k].sum()), "synthetic": int(synthetic[k].sum())})
+    traffic = traffic_MB(experiment, engine, cohort)
+    height, width = federation.test["image"].shape[2:]
+    out |= {
+        "clients": clients,
+        "MB": traffic,
+        "disk_MB": out["images"] * height * width * PNG_BYTES_PER_PIXEL / MB,
+    }
+    seconds: dict[str, float | None] = {"generation_seconds": None, "training_seconds": None, "seconds": None}
+    if calibrate:
+        generation = (
+            seconds_per_image(experiment, federation, device) * out["images"] if out["images"] else 0.0
+        )
+        training = training_seconds(experiment, engine, cohort, real + synthetic, federation.to(device))
+        seconds = {
+            "generation_seconds": round(generation, 1),
+            "training_seconds": round(training, 1),
+            "seconds": round(generation + training, 1),
+        }
+    return out | seconds
+
+
+def traffic_MB(experiment: Experiment, engine: Serial, cohort: int) -> float:
+    """Both directions over all rounds."""
+    worker = engine.worker
+    if worker.method.scope != "global":
+        return 0.0
+    server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
+    down = {"weights": server.weights, "shared": worker.method.broadcast(server)}
+    once = tree.num_bytes(down) + tree.num_bytes(engine.expected(down))
+    return experiment.rounds * cohort * once / MB
+
+
+def seconds_per_image(experiment: Experiment, federation: Federation, device: torch.device) -> float:
+    assert experiment.prior is not None
+    assert experiment.balance is not None
+    prior = assemble.load_prior(experiment.prior, device)
+    template = prompts.templates(experiment.balance.templates)[0]
+    words = [prompts.prompt(name, template) for name in federation.classes]
+    batch = [words[i % len(words)] for i in range(CALIBRATION)]
+    size = tuple(federation.test["image"].shape[2:])
+    prior.generate(batch[:1], [0], (size[0], size[1]))  # the first call is slower
+    began = time.perf_counter()
+    prior.generate(batch, list(range(CALIBRATION)), (size[0], size[1]))
+    return (time.perf_counter() - began) / CALIBRATION
+
+
+def training_seconds(
+    experiment: Experiment, engine: Serial, cohort: int, rows: Any, federation: Federation
+) -> float:
+    """All local steps, by two timed ones; evaluations are left out."""
+    worker = engine.worker
+    server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
+    ctx = worker.open({"weights": server.weights, "shared": worker.method.broadcast(server)}, {})
+    carry = worker.init(ctx, {})
+    shard = engine.federation.shard(engine.clients[0])
+    which = torch.arange(experiment.batch_size) % len(shard)
+    carry, _ = worker.step(carry, shard.batch(which), ctx)
+    began = time.perf_counter()
+    for _ in range(2):
+        carry, _ = worker.step(carry, shard.batch(which), ctx)
+    step = (time.perf_counter() - began) / 2
+    sizes = rows.sum(1) if worker.method.scope != "pooled" else rows.sum(keepdims=True)
+    steps = sum(worker.num_steps(int(n)) for n in sizes if n) / max(1, int((sizes > 0).sum()))
+    return step * steps * cohort * experiment.rounds

@@ -1,0 +1,94 @@
+"""Run directories read back as the data of a report."""
+
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from .. import record
+from ..errors import UserError
+from .summary import Arm, ReportData
+
+
+def config(folder: Path) -> dict[str, Any]:
+    """A run's resolved experiment as plain values."""
+    path = folder / "config.toml"
+    if not path.exists():
+        raise UserError(
+            f"{folder} is no run directory (it has no config.toml); name one such as runs/digits-fedavg"
+        )
+    return tomllib.loads(path.read_text(encoding="utf-8"))
+
+
+def arm_name(values: dict[str, Any]) -> str:
+    """E.g. "fedavg" or "fedavg+balance"."""
+    return str(values["method"]["name"]) + ("+balance" if values.get("balance", "none") != "none" else "")
+
+
+def group(folders: Sequence[Path]) -> dict[str, list[Path]]:
+    """Runs that differ in nothing but seed and name form one arm. Arms that would share a name are numbered."""
+    arms: dict[str, tuple[str, list[Path]]] = {}
+    for folder in folders:
+        values = config(folder)
+        key = json.dumps({k: v for k, v in values.items() if k not in ("seed", "name")}, sort_keys=True)
+        arms.setdefault(key, (arm_name(values), []))[1].append(folder)
+    out: dict[str, list[Path]] = {}
+    for name, members in arms.values():
+        n = sum(other == name or other.startswith(f"{name} ") for other in out)
+        out[name if not n else f"{name} ({n + 1})"] = members
+    return out
+
+
+def report_data(folders: Sequence[Path], title: str = "", notes: Sequence[str] = ()) -> ReportData:
+    """What a report shows of one run or of several. Distribution and images are those of the run with most rows.
+
+    Raises UserError when a folder is not a finished run.
+    """
+    import pyarrow.parquet as pq
+
+    for folder in folders:
+        if not (folder / "clients.parquet").exists():
+            config(folder)
+            raise UserError(f"{folder} did not finish, so there is nothing to report; run it again first")
+    arms = [
+        Arm(name=name, curves=[record.metrics(f) for f in members])
+        for name, members in group(folders).items()
+    ]
+    tables = [pq.read_table(folder / "clients.parquet") for folder in folders]
+    rows = [np.array(t["rows_by_class"].to_pylist(), dtype=np.int64) for t in tables]
+    shown = max(range(len(folders)), key=lambda i: int(rows[i].sum()))
+    before = np.array(tables[shown]["real_by_class"].to_pylist(), dtype=np.int64)
+    classes, images = examples(folders[shown])
+    manifest = json.loads((folders[shown] / "manifest.json").read_text(encoding="utf-8"))
+    values = config(folders[shown])
+    return ReportData(
+        title=title or f"{values['data']['name']}: {' and '.join(arm.name for arm in arms)}",
+        arms=arms,
+        classes=classes,
+        before=before,
+        after=rows[shown] if (rows[shown] != before).any() else None,
+        synthetic=images["synthetic"],
+        real=images["real"],
+        config=(folders[shown] / "config.toml").read_text(encoding="utf-8"),
+        environment=manifest["versions"] | manifest["hardware"],
+        notes=list(notes),
+        target=values.get("target"),
+    )
+
+
+def examples(folder: Path) -> tuple[tuple[str, ...], dict[str, dict[str, np.ndarray]]]:
+    """-> (class names, {"real" | "synthetic": {class: uint8 [n, 3, H, W]}})"""
+    images: dict[str, dict[str, np.ndarray]] = {"real": {}, "synthetic": {}}
+    with safe_open(folder / "examples.safetensors", framework="np") as f:
+        classes = tuple(json.loads(f.metadata()["classes"]))
+        for key in f.keys():  # noqa: SIM118  (the file is not a dict)
+            kind, _, name = key.partition("/")
+            images[kind][name] = f.get_tensor(key)
+    for part in images.values():
+        for name in [c for c in classes if c in part]:
+            part[name] = part.pop(name)  # back in the order of the classes
+    return classes, images

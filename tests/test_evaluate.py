@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+import toy
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedprior.evaluate import client_accuracies, evaluate
+
+
+def test_accuracy_and_loss_equal_a_plain_loop_over_images():
+    net, test = toy.net(), toy.federation().test
+    weights = net.init()
+    seen = evaluate(net, weights, test, 4)
+    module = toy.net().module.eval()
+    logits = torch.cat([module((x[None].float() / 255 - 0.5) / 0.5)[1] for x in test["image"]])
+    right = logits.argmax(1) == test["label"]
+    assert seen.accuracy == pytest.approx(right.float().mean().item())
+    assert seen.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, test["label"]).item(), rel=1e-5)
+    for k in range(4):
+        assert seen.correct[k] == right[test["label"] == k].sum()
+        assert seen.total[k] == (test["label"] == k).sum()
+
+
+def test_evaluating_twice_gives_the_same_and_leaves_statistics_alone():
+    net, test = toy.net(), toy.federation().test
+    weights = net.init()
+    first = evaluate(net, weights, test, 4)
+    second = evaluate(net, weights, test, 4)
+    assert (first.correct == second.correct).all()
+    assert first.loss == second.loss
+    assert toy.gap(weights, net.init()) == 0
+
+
+def test_synthetic_images_and_empty_tables_are_refused():
+    net, test = toy.net(), toy.federation().test
+    flags = torch.zeros(50, dtype=torch.bool)
+    flags[7] = True
+    with pytest.raises(ValueError, match="synthetic"):
+        evaluate(net, net.init(), test | {"synthetic": flags}, 4)
+    with pytest.raises(ValueError, match="nothing"):
+        evaluate(net, net.init(), {k: v[:0] for k, v in test.items()}, 4)
+
+
+@given(st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_a_clients_accuracy_is_what_its_own_class_mix_would_see(counts):
+    counts, rates = np.array(counts), np.array([0.5, 1.0, 0.2])
+    got = client_accuracies(rates, counts)
+    own = [sum(n * r for n, r in zip(row, rates, strict=True)) / row.sum() for row in counts if row.sum()]
+    if not own:
+        assert set(got.values()) == {None}
+        return
+    assert got["mean"] == pytest.approx(np.mean(own))
+    assert got["worst"] == pytest.approx(min(own))
+    assert got["weighted"] == pytest.approx((counts * rates).sum() / counts.sum())
+    assert got["worst"] - 1e-12 <= got["p10"] <= got["mean"] + 1e-12

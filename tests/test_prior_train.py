@@ -1,0 +1,314 @@
+"""The digits and their split, how the embedded prior is trained, and how a prior is checked."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedprior import nets
+from fedprior.data import digits, table
+from fedprior.errors import UserError
+from fedprior.priors import check, embedded, prompts, train
+from fedprior.priors.diffusion import DiffusionPrior
+
+# The embedded digits --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def original():
+    from sklearn.datasets import load_digits
+
+    return load_digits()
+
+
+def test_the_three_parts_are_disjoint_cover_everything_and_balance_the_classes(original):
+    parts = digits.split()
+    assert list(parts) == ["public", "train", "test"]
+    together = np.concatenate(list(parts.values()))
+    assert np.array_equal(np.sort(together), np.arange(1797))
+    size = np.bincount(original.target)
+    count = {name: np.bincount(original.target[rows], minlength=10) for name, rows in parts.items()}
+    assert np.abs(count["public"] - size / 2).max() < 1
+    assert np.abs(count["train"] - size / 3).max() < 1
+    assert np.abs(count["test"] - size / 6).max() < 1
+    assert all((np.diff(rows) > 0).all() for rows in parts.values())
+
+
+def test_the_split_is_the_documented_one_and_never_changes():
+    texts = {name: ",".join(map(str, rows)) for name, rows in digits.split().items()}
+    assert {name: hashlib.sha256(t.encode()).hexdigest()[:16] for name, t in texts.items()} == GOLDEN
+
+
+GOLDEN = {"public": "", "train": "", "test": ""}
+
+
+def test_a_class_is_ordered_by_the_hash_of_its_row_numbers(original):
+    sevens = [int(r) for r in np.flatnonzero(original.target == 7)]
+    sevens.sort(key=lambda r: hashlib.sha256(b"fedprior digits %d" % r).digest())
+    parts = {name: set(rows.tolist()) for name, rows in digits.split().items()}
+    where = ["public" if r in parts["public"] else "train" if r in parts["train"] else "test" for r in sevens]
+    assert where == sorted(where, key=["public", "train", "test"].index)
+
+
+def test_images_are_the_originals_enlarged_to_grey_colour_images(original):
+    test = digits.test()
+    assert test["image"].dtype == torch.uint8
+    assert test["image"].shape == (296, 3, 16, 16)
+    assert torch.equal(test["image"][:, 0], test["image"][:, 1])
+    assert torch.equal(test["image"][:, 0], test["image"][:, 2])
+    assert np.array_equal(test["label"], original.target[test["id"]])
+    assert not test["synthetic"].any()
+    old = original.images[test["id"][5]] * 255 / 16
+    assert abs(int(test["image"][5, 0, 0, 0]) - old[0, 0]) <= 0.5
+    # bilinear at a factor of two: pixel 3 lies a quarter of the way from original pixel 1 to 2
+    expected = np.array([0.75, 0.25]) @ old[1:3, 1:3] @ np.array([0.75, 0.25])
+    assert abs(int(test["image"][5, 0, 3, 3]) - expected) <= 0.5 + 1e-4
+
+
+def test_parts_hold_the_rows_of_the_split():
+    for name, part in (("public", digits.public()), ("train", digits.train()), ("test", digits.test())):
+        assert np.array_equal(part["id"], digits.split()[name])
+
+
+# Training -------------------------------------------------------------------------------------------------
+
+
+def weights_digest(folder):
+    return [hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(folder.rglob("*.safetensors"))]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Three folders, trained for a few steps with seeds 0, 0 and 1."""
+    base = tmp_path_factory.mktemp("trained")
+    for name, seed in (("first", 0), ("again", 0), ("other", 1)):
+        torch.rand(3)  # moves the global generator
+        train.train_digits(base / name, seed=seed, autoencoder_steps=2, steps=2, log=lambda line: None)
+    return base
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(trained):
+    first, again, other = (weights_digest(trained / name) for name in ("first", "again", "other"))
+    assert len(first) == 3
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_a_trained_folder_loads_with_its_defaults_and_record(trained):
+    prior = embedded.load(trained / "first")
+    assert (prior.steps, prior.guidance, prior.size) == tuple(train.DIGITS_DEFAULTS[k] for k in ("steps", "guidance", "size"))
+    assert prior.generate(["a photo of a two"], [0], (16, 16)).shape == (1, 3, 16, 16)
+    record = json.loads((trained / "first" / "fedprior.json").read_text())["training"]
+    assert (record["seed"], record["steps"], record["autoencoder_steps"], record["images"]) == (0, 2, 2, 901)
+    assert record["cpu_seconds"] > 0
+    assert len(record["losses"]["denoiser"]) == 2
+    assert check.folder_megabytes(trained / "first") <= 2
+    assert all(f.stat().st_mode & 0o777 == 0o644 for f in (trained / "first").rglob("*") if f.is_file())
+    assert [f.name for f in trained.iterdir() if f.name.startswith(".")] == []
+
+
+def test_training_teaches_both_parts():
+    public = digits.public()
+    result = train.train(
+        public["image"][:64],
+        public["label"][:64],
+        train.digit_captions(),
+        seed=0,
+        autoencoder_steps=60,
+        steps=30,
+        log=lambda line: None,
+    )
+    for losses in result.losses.values():
+        assert losses[-1][1] < 0.8 * losses[0][1]
+
+
+def test_training_never_reads_the_private_half(monkeypatch, tmp_path):
+    private = set(digits.split()["train"].tolist()) | set(digits.split()["test"].tolist())
+    pixels, label = digits._raw()
+    spoiled = pixels.copy()
+    spoiled[sorted(private)] = 0
+    seen = {}
+    for name, images in (("whole", pixels), ("spoiled", spoiled)):
+        monkeypatch.setattr(digits, "_raw", lambda images=images: (images, label))
+        train.train_digits(tmp_path / name, autoencoder_steps=1, steps=1, log=lambda line: None)
+        seen[name] = weights_digest(tmp_path / name)
+    assert seen["whole"] == seen["spoiled"]
+
+
+def test_a_folder_in_use_is_refused_before_training(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for out in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(UserError, match="not empty; remove it or choose another folder"):
+            train.train_digits(out, autoencoder_steps=10**9)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_captions_cover_both_template_lists_and_fit_the_text_encoder():
+    captions = train.digit_captions()
+    tokenizer = train.build_tokenizer([c for of_class in captions for c in of_class])
+    for word, mine in zip(digits.CLASSES, captions, strict=True):
+        assert {t.replace("{}", word) for t in prompts.CLIP + prompts.SINGLE} <= set(mine)
+        assert f"a photo of the digit {word}" in mine
+        assert len(mine) == len(set(mine))
+        assert max(len(tokenizer(c)["input_ids"]) for c in mine) <= train.TOKENS
+        for c in mine:  # every word is one token: no merge of one word cuts up another
+            assert len(tokenizer.tokenize(c)) == len(c.replace(".", " .").split())
+    everything = [c for mine in captions for c in mine]
+    assert len(everything) == len(set(everything))
+
+
+def test_unknown_words_become_pieces_and_not_an_unknown_token():
+    tokenizer = train.build_tokenizer(["a photo of a cat"])
+    assert "".join(tokenizer.tokenize("zebra")).replace("</w>", "") == "zebra"
+    assert tokenizer.unk_token_id not in tokenizer("zebra")["input_ids"][1:-1]
+
+
+def test_folded_latents_are_normal_and_decode_to_the_same_images():
+    tokenizer = train.build_tokenizer(["a photo of a cat"])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        vae = train.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)[0].eval()
+        pixels = torch.rand(40, 3, 16, 16) * 2 - 1
+    with torch.no_grad():
+        before = vae.encode(pixels).latent_dist
+        images = vae.decode(before.mode()).sample
+        train.fold_statistics(vae, before.mode())
+        after = vae.encode(pixels).latent_dist
+        assert after.mode().mean((0, 2, 3)).abs().max() < 1e-4
+        assert (after.mode().std((0, 2, 3)) - 1).abs().max() < 1e-4
+        assert (vae.decode(after.mode()).sample - images).abs().max() < 1e-4
+        ratio = after.std / before.std
+        assert torch.allclose(ratio, 1 / before.mode().std((0, 2, 3))[None, :, None, None].expand_as(ratio), rtol=1e-3)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_two_per_cent():
+    rates = list(train.rates(1000, 0.5, warmup=10))
+    assert rates[0] == pytest.approx(0.05)
+    assert rates[10] == max(rates) == pytest.approx(0.5, rel=1e-3)
+    assert rates[500] == pytest.approx(0.5 * 0.51)
+    assert rates[-1] == pytest.approx(0.01, rel=1e-2)
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+
+
+def test_timesteps_cover_the_range_evenly():
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        t = train.timesteps(100, 1000, draws)
+        assert sorted((t // 10).tolist()) == list(range(100))
+        assert t.tolist() != sorted(t.tolist())
+
+
+def test_the_average_follows_a_second_implementation():
+    p = nn.Parameter(torch.zeros(1))
+    average, expected = train.Average([p], decay=0.9), 0.0
+    for i in range(1, 40):
+        with torch.no_grad():
+            p.fill_(i)
+        average.update()
+        d = min(0.9, (1 + i) / (10 + i))
+        expected = d * expected + (1 - d) * i
+    average.install()
+    assert p.item() == pytest.approx(expected, rel=1e-5)
+
+
+# Checking -------------------------------------------------------------------------------------------------
+
+
+class Bars:
+    """A prior that draws class "left" and "right" as a bright half; `wrong` swaps them, black for some seeds."""
+
+    name, revision, settings = "bars", "0", {}  # noqa: RUF012
+
+    def __init__(self, wrong=False, black=lambda seed: False):
+        self.wrong, self.black = wrong, black
+
+    def generate(self, prompts, seeds, size):
+        images = torch.zeros((len(seeds), 3, *size), dtype=torch.uint8)
+        for image, prompt, seed in zip(images, prompts, seeds, strict=True):
+            left = ("left" in prompt) != self.wrong
+            if not self.black(seed):
+                image[..., : size[1] // 2] = 200 if left else 20
+                image[..., size[1] // 2 :] = 20 if left else 200
+        return images
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    """A real table of two classes, and a linear net in place of the CNN."""
+
+    class Linear(nn.Module):
+        def __init__(self, classes, size):
+            super().__init__()
+            self.layer = nn.Linear(3 * size * size, classes)
+
+        def forward(self, x):
+            return x.flatten(1), self.layer(x.flatten(1))
+
+    monkeypatch.setattr(nets, "build", lambda name, classes, size: Linear(classes, size), raising=False)
+    monkeypatch.setattr(check, "STEPS", 30)
+    image = Bars().generate(["left", "right"] * 6, range(12), (16, 16))
+    return table.make(image, torch.arange(12) % 2)
+
+
+def run(prior, bars, **options):
+    return check.check(prior, bars, bars, ("left", "right"), log=lambda line: None, **options)
+
+
+def test_a_good_prior_scores_one_and_a_wrong_one_zero(bars):
+    assert run(Bars(), bars) == {"synthetic": 1.0, "real": 1.0, "images": 12, "real_images": 12, "failed": 0}
+    assert run(Bars(wrong=True), bars, images=30) == {
+        "synthetic": 0.0, "real": 1.0, "images": 30, "real_images": 12, "failed": 0
+    }  # fmt: skip
+
+
+def test_images_that_stay_black_are_left_out_and_counted(bars):
+    broken = Bars()
+    images, labels = check.synthesise(broken, ("left", "right"), 10, prompts.CLIP, 0, (16, 16))
+    assert labels.bincount().tolist() == [5, 5]
+    result = run(Bars(black=lambda seed: seed % 2 == 0), bars, images=40)  # one in 32 stays black
+    assert result["images"] + result["failed"] == 40
+    assert result["synthetic"] == 1.0
+    gone = {label for label in (0,)}
+    del gone
+    half_black = Bars()
+    half_black.generate = lambda p, s, size: Bars.generate(half_black, p, s, size) * torch.tensor(
+        ["left" in x for x in p], dtype=torch.uint8
+    ).view(-1, 1, 1, 1)
+    images, labels = check.synthesise(half_black, ("left", "right"), 10, prompts.CLIP, 0, (16, 16))
+    assert labels.tolist() == [0] * 5
+    assert len(images) == 5
+
+
+def test_synthetic_rows_are_refused_in_the_test_table(bars):
+    with pytest.raises(ValueError, match="real images only"):
+        check.check(Bars(), bars, {**bars, "synthetic": torch.ones(12, dtype=torch.bool)}, ("left", "right"))
+
+
+def test_a_check_depends_on_its_seed_alone(bars):
+    nets_ = [check.fit(bars["image"], bars["label"], 2, seed, lambda line: None) for seed in (0, 0, 1)]
+    a, b, c = (net.layer.weight for net in nets_)
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_the_grid_has_a_row_for_each_class():
+    picture = check.sample_grid(Bars(), ("left", "right", "left"), 4, seed=0, size=(8, 10), zoom=2)
+    assert picture.size == (2 * 4 * 11, 2 * 3 * 9)
+    pixels = np.asarray(picture)
+    assert pixels[4, 4].tolist() == [200] * 3  # first row: bright on the left
+    assert pixels[18 + 4, 4].tolist() == [20] * 3
+    assert pixels[36 + 4, 4].tolist() == [200] * 3
+    assert (pixels[16:18] == 255).all()
+    assert (pixels[:, 20:22] == 255).all()
+
+
+def test_a_check_of_the_shipped_digits_reports_its_size(bars):
+    prior = DiffusionPrior.from_pretrained(embedded.folder("digits"), steps=1, guidance=0)
+    result = check.check_digits(prior, embedded.folder("digits"), images=20, log=lambda line: None)
+    assert set(result) == {"synthetic", "real", "images", "real_images", "failed", "size_MB"}
+    assert result["images"] == 20
+    assert result["real_images"] == 901
+    assert 1 < result["size_MB"] <= 2
