@@ -23,7 +23,13 @@ def test_a_float_image_is_refused_since_it_was_scaled_already():
         normalise(torch.zeros(1, 3, 4, 4), (0.5,) * 3, (0.5,) * 3)
 
 
-@given(seed=st.integers(0, 50), h=st.integers(3, 9), w=st.integers(3, 9), padding=st.integers(0, 4), flip=st.booleans())
+@given(
+    seed=st.integers(0, 50),
+    h=st.integers(3, 9),
+    w=st.integers(3, 9),
+    padding=st.integers(0, 4),
+    flip=st.booleans(),
+)
 def test_crop_and_flip_equal_a_loop_over_images(seed, h, w, padding, flip):
     g = torch.Generator().manual_seed(seed)
     image = torch.randint(256, (5, 3, h, w), generator=g, dtype=torch.uint8)

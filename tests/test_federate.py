@@ -37,7 +37,9 @@ def test_batch_norm_statistics_are_the_weighted_mean_and_counters_keep_their_typ
     uploads = [w.train(k, data.shard(k), {"weights": w.net.init(), "shared": {}}, {}, 0)[0] for k in cohort]
     got = go(FedAvg(), rounds=1)[0].server.weights["buffers"]
     want = np.average(
-        [u.tree["buffers"]["body.1.running_mean"].numpy() for u in uploads], axis=0, weights=[u.weight for u in uploads]
+        [u.tree["buffers"]["body.1.running_mean"].numpy() for u in uploads],
+        axis=0,
+        weights=[u.weight for u in uploads],
     )
     np.testing.assert_allclose(got["body.1.running_mean"].numpy(), want, rtol=1e-5, atol=1e-7)
     assert got["body.1.num_batches_tracked"].dtype == torch.int64
@@ -129,7 +131,9 @@ class Spoiled(Serial):
 
 
 def with_delta(upload: Upload, change) -> Upload:
-    return upload._replace(tree=upload.tree | {"method": {"delta": change(dict(upload.tree["method"]["delta"]))}})
+    return upload._replace(
+        tree=upload.tree | {"method": {"delta": change(dict(upload.tree["method"]["delta"]))}}
+    )
 
 
 SPOILS = {
@@ -202,7 +206,10 @@ def test_server_momentum_matches_fedavgm_by_hand():
     w, data = toy.worker(FedAvg()), toy.federation()
     x, v = w.net.init(), None
     for r in range(2):
-        uploads = [w.train(k, data.shard(k), {"weights": x, "shared": {}}, {}, r)[0] for k in choose(range(6), 4, 0, r)]
+        uploads = [
+            w.train(k, data.shard(k), {"weights": x, "shared": {}}, {}, r)[0]
+            for k in choose(range(6), 4, 0, r)
+        ]
         mean = tree.mean((u.tree["method"]["delta"], u.weight) for u in uploads)
         buffers = tree.mean((u.tree["buffers"], u.weight) for u in uploads)
         v = mean if v is None else tree.add(tree.scale(v, 0.9), mean)
@@ -233,7 +240,9 @@ def test_centralised_on_one_client_equals_training_without_federation():
             batch = data.shard(0).batch(rows)
             leaf = {k: p.detach().requires_grad_() for k, p in params.items()}
             logits = w.net({"params": leaf, "buffers": {}}, batch["image"]).logits
-            grads = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, batch["label"]), list(leaf.values()))
+            grads = torch.autograd.grad(
+                torch.nn.functional.cross_entropy(logits, batch["label"]), list(leaf.values())
+            )
             params = {k: p.detach() - 0.05 * g for (k, p), g in zip(params.items(), grads, strict=True)}
     result = go(Centralised(), rounds=3, cohort=1, data=data, norm="gn", steps=4)[0]
     assert gap(result.server.weights["params"], params) < 1e-6

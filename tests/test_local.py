@@ -66,7 +66,9 @@ def test_training_equals_a_plain_torch_loop(norm):
         loss.backward()
         opt.step()
     for name, p in module.named_parameters():
-        torch.testing.assert_close(upload.tree["method"]["delta"][name] + start["params"][name], p.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            upload.tree["method"]["delta"][name] + start["params"][name], p.detach(), rtol=1e-4, atol=1e-5
+        )
     for name, b in module.named_buffers():
         torch.testing.assert_close(upload.tree["buffers"][name], b, rtol=1e-4, atol=1e-5)
     if norm == "bn":
@@ -132,6 +134,8 @@ def test_the_reported_loss_is_the_mean_over_steps():
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_client_smaller_than_a_batch_still_trains_on_full_batches(n):
     data = toy.federation(sizes=(n, 30))
-    upload, _ = toy.worker(FedAvg(), steps=2).train(0, data.shard(0), {"weights": toy.net().init(), "shared": {}}, {}, 0)
+    upload, _ = toy.worker(FedAvg(), steps=2).train(
+        0, data.shard(0), {"weights": toy.net().init(), "shared": {}}, {}, 0
+    )
     assert upload.steps == 2
     assert upload.weight == n

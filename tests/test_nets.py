@@ -97,7 +97,13 @@ def test_resnet10_equals_its_definition_at_one_stage():
     net = nets.build("resnet10", 10).eval()
     x = torch.randn(2, 64, 8, 8)
     block = net.layers[1]
-    out = block.bn2(F.conv2d(F.relu(block.bn1(F.conv2d(x, block.conv1.weight, stride=2, padding=1))), block.conv2.weight, padding=1))
+    out = block.bn2(
+        F.conv2d(
+            F.relu(block.bn1(F.conv2d(x, block.conv1.weight, stride=2, padding=1))),
+            block.conv2.weight,
+            padding=1,
+        )
+    )
     short = block.shortcut[1](F.conv2d(x, block.shortcut[0].weight, stride=2))
     torch.testing.assert_close(block(x), F.relu(out + short))
 

@@ -6,9 +6,17 @@ from fedprior.optim import SGD, AdamW
 
 TWINS = [
     (SGD(lr=0.1), torch.optim.SGD, {"lr": 0.1}),
-    (SGD(lr=0.1, momentum=0.9, weight_decay=0.01), torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (
+        SGD(lr=0.1, momentum=0.9, weight_decay=0.01),
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
+    ),
     (AdamW(lr=0.01, weight_decay=0.1), torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
-    (AdamW(lr=0.01, beta1=0.5, beta2=0.8, eps=1e-3), torch.optim.AdamW, {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3}),
+    (
+        AdamW(lr=0.01, beta1=0.5, beta2=0.8, eps=1e-3),
+        torch.optim.AdamW,
+        {"lr": 0.01, "betas": (0.5, 0.8), "eps": 1e-3},
+    ),
 ]
 
 
@@ -48,7 +56,9 @@ def test_sgd_length_is_the_summed_weight_of_constant_gradients(steps):
     assert -params["a"].item() / 0.1 == pytest.approx(optimizer.length(steps))
 
 
-@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": float("inf")}])
+@pytest.mark.parametrize(
+    "bad", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": float("inf")}]
+)
 def test_impossible_values_are_refused(bad):
     with pytest.raises(UsageError, match=next(iter(bad))):
         SGD(**bad)

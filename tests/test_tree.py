@@ -9,17 +9,27 @@ from fedprior import tree
 leaves = st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=4)
 
 
-@given(st.lists(st.tuples(leaves, st.floats(0.1, 100)), min_size=1, max_size=6).filter(lambda x: len({len(a) for a, _ in x}) == 1))
+@given(
+    st.lists(st.tuples(leaves, st.floats(0.1, 100)), min_size=1, max_size=6).filter(
+        lambda x: len({len(a) for a, _ in x}) == 1
+    )
+)
 def test_mean_is_numpys_weighted_average_in_float64(items):
     trees = [({"a": {"b": torch.tensor(values, dtype=torch.float32)}}, w) for values, w in items]
-    want = np.average(np.array([np.float32(v) for v, _ in items], dtype=np.float64), axis=0, weights=[w for _, w in items])
+    want = np.average(
+        np.array([np.float32(v) for v, _ in items], dtype=np.float64), axis=0, weights=[w for _, w in items]
+    )
     got = tree.mean(iter(trees))["a"]["b"]
     assert got.dtype == torch.float32
     np.testing.assert_allclose(got.numpy(), want.astype(np.float32), rtol=1e-6, atol=1e-6)
 
 
 def test_mean_does_not_lose_small_updates_that_float32_sums_would():
-    items = [({"x": torch.tensor([1e8])}, 1.0), ({"x": torch.tensor([1.0])}, 1.0), ({"x": torch.tensor([-1e8])}, 1.0)]
+    items = [
+        ({"x": torch.tensor([1e8])}, 1.0),
+        ({"x": torch.tensor([1.0])}, 1.0),
+        ({"x": torch.tensor([-1e8])}, 1.0),
+    ]
     assert tree.mean(items)["x"].item() == pytest.approx(1 / 3, rel=1e-6)
 
 

