@@ -57,9 +57,7 @@ def test_image_i_is_the_same_in_every_batch_size(digits, monkeypatch):
     for size in (1, 3, 8):
         monkeypatch.setattr(digits, "batch_size", size)
         images[size] = digits.generate(prompts, range(8), (16, 16)).int()
-    assert (
-        images[1] - images[3]
-    ).abs().max() <= 1  # sums run in another order: the last bit of a level may differ
+    assert (images[1] - images[3]).abs().max() <= 1  # sums run in another order: the last bit of a level may differ
     assert (images[1] - images[8]).abs().max() <= 1
     assert (images[8][0] - images[8][1]).abs().max() > 50
 
@@ -125,12 +123,7 @@ def test_steps_are_the_number_of_denoiser_calls(tiny):
 @pytest.mark.parametrize(("dtype", "levels"), [("bf16", 16), ("fp16", 3)])
 def test_half_precision_stays_close_to_single(digits, dtype, levels):
     half = embedded.load("digits", dtype=dtype)
-    assert (
-        half.pipeline.unet.dtype
-        == half.pipeline.vae.dtype
-        == half.pipeline.text_encoder.dtype
-        != torch.float32
-    )
+    assert half.pipeline.unet.dtype == half.pipeline.vae.dtype == half.pipeline.text_encoder.dtype != torch.float32
     prompts = ["a photo of a six", "a photo of a zero"]
     a, b = (p.generate(prompts, [3, 4], (16, 16)).int() for p in (digits, half))
     assert (a - b).abs().float().mean() < levels / 4
@@ -144,9 +137,7 @@ def test_half_precision_stays_close_to_single(digits, dtype, levels):
 def test_defaults_come_from_the_paper_then_the_sidecar_then_the_caller(copy):
     paper = DiffusionPrior.from_pretrained(copy)
     assert (paper.steps, paper.guidance, paper.size) == (20, 7.0, 16)
-    (copy / "fedprior.json").write_text(
-        json.dumps({"steps": 4, "guidance": 1, "size": 24, "classes": ["cat"]})
-    )
+    (copy / "fedprior.json").write_text(json.dumps({"steps": 4, "guidance": 1, "size": 24, "classes": ["cat"]}))
     own = DiffusionPrior.from_pretrained(copy)
     assert (own.steps, own.guidance, own.size, own.defaults["classes"]) == (4, 1.0, 24, ["cat"])
     asked = DiffusionPrior.from_pretrained(copy, steps=3, guidance=0)
@@ -240,9 +231,7 @@ def test_loading_leaves_the_libraries_log_settings_alone(tiny):
 def test_importing_the_prior_loads_no_model_library():
     modules = ["diffusion", "embedded", "faults", "prompts", "train"]
     code = f"import sys; from fedprior.priors import {', '.join(modules)}; "
-    code += (
-        "print([m for m in ('diffusers', 'transformers', 'sklearn', 'PIL', 'datasets') if m in sys.modules])"
-    )
+    code += "print([m for m in ('diffusers', 'transformers', 'sklearn', 'PIL', 'datasets') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -280,18 +269,14 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path, copy):
     one_line(error)
     index = json.loads((copy / "model_index.json").read_text())
     (copy / "model_index.json").write_text(json.dumps(index | {"_class_name": "AudioLDMPipeline"}))
-    with pytest.raises(
-        UserError, match="holds a AudioLDMPipeline, but a prior must be one of StableDiffusionPipeline"
-    ):
+    with pytest.raises(UserError, match="holds a AudioLDMPipeline, but a prior must be one of StableDiffusionPipeline"):
         DiffusionPrior.from_pretrained(copy)
     (copy / "model_index.json").write_text("{")
     with pytest.raises(UserError, match="damaged"):
         DiffusionPrior.from_pretrained(copy)
 
 
-@pytest.mark.parametrize(
-    "text", ["{", "[]", '{"steps": 0}', '{"guidance": "x"}', '{"size": 20}', '{"steps": "3"}']
-)
+@pytest.mark.parametrize("text", ["{", "[]", '{"steps": 0}', '{"guidance": "x"}', '{"size": 20}', '{"steps": "3"}'])
 def test_a_damaged_sidecar_is_refused(copy, text):
     (copy / "fedprior.json").write_text(text)
     with pytest.raises(UserError, match=r"fedprior\.json is damaged") as error:
@@ -308,9 +293,7 @@ def test_a_missing_folder_names_the_offline_choices(source):
 
 
 def test_a_hub_id_that_cannot_be_fetched_names_the_offline_choices():
-    with pytest.raises(
-        UserError, match="no folder 'nobody/nothing' and cannot fetch it from the hub"
-    ) as error:
+    with pytest.raises(UserError, match="no folder 'nobody/nothing' and cannot fetch it from the hub") as error:
         DiffusionPrior.from_pretrained("nobody/nothing", revision="v2")
     text = one_line(error)
     assert "'digits'" in text
@@ -397,9 +380,7 @@ def test_black_constant_and_nearly_constant_images_are_faulty():
     pink = torch.tensor([250, 20, 147])[:, None, None].expand(3, 8, 8)
     dot = torch.zeros(3, 8, 8, dtype=torch.long)
     dot[1, 2, 3] = 40
-    images = torch.stack(
-        [noise, torch.zeros(3, 8, 8), torch.full((3, 8, 8), 255), pink, pink + noise % 3, dot]
-    )
+    images = torch.stack([noise, torch.zeros(3, 8, 8), torch.full((3, 8, 8), 255), pink, pink + noise % 3, dot])
     assert faults.faulty(images.byte()).tolist() == [False, True, True, True, True, False]
 
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-import toy
 import torch
+import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,9 +16,7 @@ def test_accuracy_and_loss_equal_a_plain_loop_over_images():
     logits = torch.cat([module((x[None].float() / 255 - 0.5) / 0.5)[1] for x in test["image"]])
     right = logits.argmax(1) == test["label"]
     assert seen.accuracy == pytest.approx(right.float().mean().item())
-    assert seen.loss == pytest.approx(
-        torch.nn.functional.cross_entropy(logits, test["label"]).item(), rel=1e-5
-    )
+    assert seen.loss == pytest.approx(torch.nn.functional.cross_entropy(logits, test["label"]).item(), rel=1e-5)
     for k in range(4):
         assert seen.correct[k] == right[test["label"] == k].sum()
         assert seen.total[k] == (test["label"] == k).sum()

@@ -2,8 +2,8 @@ import math
 from collections import Counter
 
 import pytest
-import toy
 import torch
+import toy
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -56,9 +56,7 @@ def test_sgd_length_is_the_summed_weight_of_constant_gradients(steps):
     assert -params["a"].item() / 0.1 == pytest.approx(optimizer.length(steps))
 
 
-@pytest.mark.parametrize(
-    "bad", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": float("inf")}]
-)
+@pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": float("inf")}])
 def test_impossible_values_are_refused(bad):
     with pytest.raises(UsageError, match=next(iter(bad))):
         SGD(**bad)

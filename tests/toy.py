@@ -53,9 +53,7 @@ def images(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def federation(sizes=(30, 20, 25, 35, 10, 40), seed: int = 0) -> Federation:
     image, label = images(sum(sizes), seed)
     rows = torch.arange(sum(sizes)).split(list(sizes))
-    return Federation(
-        table=make(image, label), clients=tuple(rows), test=make(*images(50, seed + 1)), classes=CLASSES
-    )
+    return Federation(table=make(image, label), clients=tuple(rows), test=make(*images(50, seed + 1)), classes=CLASSES)
 
 
 def worker(method, norm: str = "bn", **options) -> Worker:

@@ -121,9 +121,7 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
 @app.command()
 def plan(
     words: Words = None,
-    calibrate: Annotated[
-        bool, typer.Option(help="Time the prior on four images and a client on two steps.")
-    ] = True,
+    calibrate: Annotated[bool, typer.Option(help="Time the prior on four images and a client on two steps.")] = True,
     as_json: Json = False,
 ) -> None:
     """What a run would generate for whom, how many MB it would send and about how long it would take."""
@@ -139,8 +137,7 @@ def plan(
     shown = sorted(result["clients"], key=lambda c: -c["synthetic"])[:20]
     more = len(result["clients"]) - len(shown)
     table(
-        "Rows by client"
-        + (f" (the {len(shown)} that get most, of {len(result['clients'])})" if more else ""),
+        "Rows by client" + (f" (the {len(shown)} that get most, of {len(result['clients'])})" if more else ""),
         ["client", "real", "synthetic"],
         [[str(c["client"]), str(c["real"]), str(c["synthetic"])] for c in shown],
     )
@@ -166,9 +163,7 @@ def generate(words: Words = None, as_json: Json = False) -> None:
     progress = for_terminal()
     federation, _ = assemble.split(experiment)
     _, report = assemble.balance(experiment, federation, assemble.device_of(experiment), progress)
-    print(
-        f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out."
-    )
+    print(f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out.")
     print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
     result = {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
     emit(result | {"rows": report.rows, "folder": str(report.folder)}, as_json)
@@ -211,8 +206,6 @@ def prior_train(
 
     if name not in names():
         raise unknown("embedded prior", name, names())
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; give another folder with --out")
     record = train_digits(out, seed=seed, log=for_terminal().say)
     print(f"The prior lies in {out}; use it with prior={out}")
     emit({"directory": str(out), **record}, as_json)
@@ -236,11 +229,12 @@ def prior_show(
     from .priors.embedded import load
 
     prior = load(source)
-    names = [c.strip() for c in classes.split(",")] if classes else list(prior.classes)
+    names = [c.strip() for c in classes.split(",")] if classes else list(prior.defaults.get("classes", ()))
     if not names:
         raise UsageError(f"{source} does not say which classes it knows; name some with --classes 'cat, dog'")
     with store.atomic(out) as temporary:
-        sample_grid(prior, names, per_class, seed).save(temporary, format="PNG")
+        sheet = sample_grid(prior, names, per_class, seed, (prior.size, prior.size), zoom=max(1, 48 // prior.size))
+        sheet.save(temporary, format="PNG")
     print(f"{len(names)} classes x {per_class} images in {out}")
     emit({"image": str(out), "classes": names, "settings": prior.settings}, as_json)
 
@@ -252,26 +246,30 @@ def prior_check(
     as_json: Json = False,
 ) -> None:
     """Accuracy on real test digits of a small CNN trained only on the prior's images, beside real ones."""
+    from .priors import embedded
     from .priors.check import check_digits
-    from .priors.embedded import load
     from .progress import for_terminal
 
-    result = check_digits(load(source), seed=seed, log=for_terminal().say)
+    prior = embedded.load(source)
+    folder = embedded.folder(source) if source in embedded.names() else Path(source)
+    result = check_digits(prior, folder if folder.is_dir() else None, seed=seed, log=for_terminal().say)
     table(
-        f"The same CNN, {result['images']} training images, tested on real digits",
-        ["trained on", "accuracy"],
-        [["synthetic images", percent(result["synthetic"])], ["real images", percent(result["real"])]],
+        "The same CNN and number of steps, tested on real digits",
+        ["trained on", "images", "accuracy"],
+        [
+            ["synthetic images", str(result["images"]), percent(result["synthetic"])],
+            ["real images", str(result["real_images"]), percent(result["real"])],
+        ],
     )
-    print(f"The prior is {result['size_MB']:.2f} MB.")
+    if "size_MB" in result:
+        print(f"The prior takes {result['size_MB']:.2f} MB.")
     emit(result, as_json)
 
 
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
-    out: Annotated[
-        Path | None, typer.Option(help="HTML file; default: report.html in the first directory.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the first directory.")] = None,
     as_json: Json = False,
 ) -> None:
     """One offline HTML page for a run, or for several side by side (seeds of one setting become one line)."""
@@ -317,16 +315,13 @@ def doctor(as_json: Json = False) -> None:
         for name, ok in result["embedded_priors"].items()
     ]
     rows += [
-        [f"extra {name}", "there" if ok else f"pip install 'fedprior[{name}]'"]
-        for name, ok in result["extras"].items()
+        [f"extra {name}", "there" if ok else f"pip install 'fedprior[{name}]'"] for name, ok in result["extras"].items()
     ]
     table("", ["what", "found"], rows)
     emit(result, as_json)
     missing = [k for k, v in result["versions"].items() if v == "not installed"]
     if missing or not all(result["embedded_priors"].values()):
-        raise UserError(
-            f"something is missing: {', '.join(missing) or 'an embedded prior'}; reinstall fedprior"
-        )
+        raise UserError(f"something is missing: {', '.join(missing) or 'an embedded prior'}; reinstall fedprior")
 
 
 def main() -> None:

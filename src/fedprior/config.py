@@ -13,7 +13,7 @@ from .local import WeightBy
 from .method import Method
 from .methods import METHODS, FedAvg
 from .net import BNStats, Precision
-from .optim import OPTIMIZERS, AdamW, Optimizer, SGD
+from .optim import OPTIMIZERS, SGD, AdamW, Optimizer
 from .prepare.balance import BALANCES, Balance
 
 Scheme = Any  # one of the partition dataclasses; they share nothing but their registry
@@ -24,9 +24,7 @@ class Data:
     """Where images come from."""
 
     name: str = "digits"  # "digits" ships in the package; else a known name or a hub id
-    path: str | None = (
-        None  # local parquet files, an ImageFolder or a save_to_disk folder in place of the hub
-    )
+    path: str | None = None  # local parquet files, an ImageFolder or a save_to_disk folder in place of the hub
     image: str | None = None  # column names, where the features do not tell
     label: str | None = None
     size: int | None = None  # side in pixels to resize to; None keeps the set's own
@@ -85,9 +83,7 @@ class Experiment:
         if self.epochs is not None and not 0 < self.epochs < float("inf"):
             raise UsageError(f"epochs must be above 0, not {self.epochs}")
         if self.cohort > self.clients:
-            raise UsageError(
-                f"cohort={self.cohort} is more than clients={self.clients}; lower one or raise the other"
-            )
+            raise UsageError(f"cohort={self.cohort} is more than clients={self.clients}; lower one or raise the other")
         if self.seed < 0:
             raise UsageError(f"seed must be at least 0, not {self.seed}")
         if self.balance is not None and self.prior is None:
@@ -162,6 +158,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         if head in CHOICES and (not tail or tail == "name"):
             changes[head] = None if head in OPTIONAL and text == "none" else CHOICES[head].make(text)
         elif head in CHOICES:
+            assert current is not None
             changes[head] = replace(current, **{tail: parse(get_type_hints(type(current))[tail], text, key)})
         else:
             changes[head] = parse(get_type_hints(Experiment)[head], text, key)
@@ -181,9 +178,7 @@ def _settable(value: Any) -> list[Any]:
 
 
 def _has(head: str, value: Any, tail: str) -> bool:
-    return head in CHOICES and (
-        tail == "name" or (value is not None and tail in {f.name for f in _settable(value)})
-    )
+    return head in CHOICES and (tail == "name" or (value is not None and tail in {f.name for f in _settable(value)}))
 
 
 def _unknown_key(experiment: Experiment, key: str, current: Any) -> UsageError:
@@ -260,10 +255,7 @@ def from_toml(path: Path, base: Experiment | None = None) -> Experiment:
     for key, value in values.items():
         inner = value if isinstance(value, dict) else {"": value}
         words += [f"{key}.{k}={_word(v)}" if k else f"{key}={_word(v)}" for k, v in inner.items()]
-    words = [
-        w.replace(".name=", "=", 1) if w.partition("=")[0] in {f"{c}.name" for c in CHOICES} else w
-        for w in words
-    ]
+    words = [w.replace(".name=", "=", 1) if w.partition("=")[0] in {f"{c}.name" for c in CHOICES} else w for w in words]
     try:
         return override(base or Experiment(), words)
     except UsageError as error:

@@ -40,9 +40,7 @@ def demo(words: Sequence[str], seeds: int, root: Path, progress: Progress) -> di
             scores[name].append(run(experiment, folder, progress).result["mean_last10"])
     runs = [folder / f"{name}-seed{experiment.seed - seeds + 1 + i}" for name in ARMS for i in range(seeds)]
     report = folder / "report.html"
-    html.write(
-        load.report_data(runs, title="What a diffusion prior does for non-IID clients", notes=NOTES), report
-    )
+    html.write(load.report_data(runs, title="What a diffusion prior does for non-IID clients", notes=NOTES), report)
     arms = {}
     for name, values in scores.items():
         mean, std = summary.across_seeds(values)

@@ -32,9 +32,7 @@ def device(name: str) -> torch.device:
     if name == "auto":
         return torch.device(next(d for d in ("cuda", "mps", "cpu") if there[d]))
     if not there[name]:
-        raise UserError(
-            f"device={name} is not available here; use device=cpu, or device=auto to take what is there"
-        )
+        raise UserError(f"device={name} is not available here; use device=cpu, or device=auto to take what is there")
     return torch.device(name)
 
 

@@ -75,9 +75,7 @@ class Worker:
         """What the client knows when its round begins."""
         mine = memory["method"] if memory else self.method.init_client(down["weights"])
         start = layout(self.method.receive(down["weights"], mine))
-        if (
-            self.bn_stats == "local"
-        ):  # the server has none: a client's own, at first those of the untrained net
+        if self.bn_stats == "local":  # the server has none: a client's own, at first those of the untrained net
             start = start | {"buffers": memory.get("buffers") or self.net.init()["buffers"]}
         return Context(self.net, start, down["shared"], mine)
 

@@ -25,9 +25,7 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     """
     device = assemble.device_of(experiment)
     federation, _ = assemble.split(experiment)
-    engine, cohort = assemble.build_engine(
-        experiment, assemble.build_net(experiment, federation, device), federation
-    )
+    engine, cohort = assemble.build_engine(experiment, assemble.build_net(experiment, federation, device), federation)
     out: dict[str, Any] = {"images": 0, "rows": 0, "per_class": dict.fromkeys(federation.classes, 0)}
     clients: list[dict[str, Any]] = []
     real = federation.counts(synthetic=False)
@@ -48,9 +46,7 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     }
     seconds: dict[str, float | None] = {"generation_seconds": None, "training_seconds": None, "seconds": None}
     if calibrate:
-        generation = (
-            seconds_per_image(experiment, federation, device) * out["images"] if out["images"] else 0.0
-        )
+        generation = seconds_per_image(experiment, federation, device) * out["images"] if out["images"] else 0.0
         training = training_seconds(experiment, engine, cohort, real + synthetic, federation.to(device))
         seconds = {
             "generation_seconds": round(generation, 1),
@@ -85,9 +81,7 @@ def seconds_per_image(experiment: Experiment, federation: Federation, device: to
     return (time.perf_counter() - began) / CALIBRATION
 
 
-def training_seconds(
-    experiment: Experiment, engine: Serial, cohort: int, rows: Any, federation: Federation
-) -> float:
+def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: Any, federation: Federation) -> float:
     """All local steps, by two timed ones; evaluations are left out."""
     worker = engine.worker
     server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)

@@ -60,11 +60,7 @@ class Record:
 
     def examples(self, classes: Sequence[str], images: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """A few images of each kind and class, uint8 [n, 3, H, W], for the report."""
-        flat = {
-            f"{kind}/{name}": x.cpu().contiguous()
-            for kind, part in images.items()
-            for name, x in part.items()
-        }
+        flat = {f"{kind}/{name}": x.cpu().contiguous() for kind, part in images.items() for name, x in part.items()}
         with store.atomic(self.folder / "examples.safetensors") as temporary:
             save_file(flat, temporary, metadata={"classes": json.dumps(list(classes))})
 
@@ -95,8 +91,6 @@ def weight_digest(weights: Tree) -> str:
         for name, x in sorted(group.items()):
             parts += [
                 name,
-                x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-                if x.ndim
-                else str(x.item()),
+                x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else str(x.item()),
             ]
     return store.digest(*parts)

@@ -20,7 +20,6 @@ from .record import Record, free_folder, weight_digest
 from .report import html, load, summary
 from .traffic import MB, Traffic
 
-
 EXAMPLES = 8  # images of each class kept for the report
 
 
@@ -41,9 +40,7 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     directory is made; a run that fails later says so in its manifest."""
     progress = progress or Silent()
     device = assemble.device_of(experiment)
-    progress.say(
-        f"fedprior {__version__} on {device} ({torch.get_num_threads()} threads), torch {torch.__version__}"
-    )
+    progress.say(f"fedprior {__version__} on {device} ({torch.get_num_threads()} threads), torch {torch.__version__}")
     began = time.monotonic()
     real, parts = assemble.split(experiment)
     net = assemble.build_net(experiment, real, device)
@@ -55,15 +52,11 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
             f"{synthesis.reused} stored images"
         )
     engine, cohort = assemble.build_engine(experiment, net, federation.to(device))
-    folder = (
-        Path(root) / experiment.name if experiment.name else free_folder(Path(root), default_name(experiment))
-    )
+    folder = Path(root) / experiment.name if experiment.name else free_folder(Path(root), default_name(experiment))
     record = Record(folder, experiment)
     parts.save(folder / "partition.json")
     try:
-        server, curve, traffic, prepared = train(
-            experiment, engine, cohort, federation, record, progress, began
-        )
+        server, curve, traffic, prepared = train(experiment, engine, cohort, federation, record, progress, began)
     except BaseException as error:
         record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
         raise
@@ -203,9 +196,7 @@ def finish(
         about = {"net": experiment.net, "classes": json.dumps(federation.classes)}
         record.weights(server.weights, about)
     record.clients(client_columns(real, rows, curve))
-    examples = {
-        kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")
-    }
+    examples = {kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")}
     record.examples(federation.classes, examples)
     html.write(load.report_data([record.folder]), record.folder / "report.html")
 

@@ -1,6 +1,6 @@
 """Arithmetic on trees: nested dicts whose leaves are tensors. Weights, memories and messages are trees."""
 
-import builtins
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,7 +37,7 @@ def scale(a: Tree, s: float) -> Tree:
 def norm(a: Tree) -> float:
     """Euclidean norm over all leaves, summed in float64."""
     leaves = flatten(a).values()
-    return float(sum(x.detach().double().square().sum().item() for x in leaves)) ** 0.5
+    return math.sqrt(math.fsum(x.detach().double().square().sum().item() for x in leaves))
 
 
 def mean(items: Iterable[tuple[Tree, float]]) -> Tree:
@@ -100,4 +100,4 @@ def unflatten(flat: dict[str, Tensor]) -> Tree:
 
 def num_bytes(a: Tree) -> int:
     """Bytes of all leaves, as sent without compression."""
-    return builtins.sum(x.numel() * x.element_size() for x in flatten(a).values())
+    return sum(x.numel() * x.element_size() for x in flatten(a).values())

@@ -43,9 +43,7 @@ class Partition:
     def __post_init__(self) -> None:
         given = np.concatenate([np.empty(0, np.int64), *self.clients])
         if len(given) and not 0 <= given.min() <= given.max() < self.rows:
-            raise UserError(
-                f"the partition names rows outside 0..{self.rows - 1}; make it again for these data"
-            )
+            raise UserError(f"the partition names rows outside 0..{self.rows - 1}; make it again for these data")
         if len(np.unique(given)) != len(given):
             raise UserError("the partition gives a row to two clients; make it again")
 
@@ -239,9 +237,10 @@ def capped(classes: Groups, clients: int, cap: float, alpha: float, rng: np.rand
     pieces: list[Groups] = []
     sizes = np.zeros(clients, dtype=np.int64)
     for rows in classes:
-        q = dirichlet(rng, alpha, clients) * (sizes < cap)
+        free = sizes < cap if (sizes < cap).any() else np.ones(clients, dtype=bool)
+        q = dirichlet(rng, alpha, clients) * free
         # all of the class's mass may have fallen on full clients; the others then share it evenly
-        q = q / q.sum() if q.sum() > 0 else (sizes < cap) / (sizes < cap).sum()
+        q = q / q.sum() if q.sum() > 0 else free / free.sum()
         pieces.append(cut(rows, q))
         sizes += [len(p) for p in pieces[-1]]
     return join(pieces, clients)
@@ -317,7 +316,7 @@ class Nid1Official:
 
 @dataclass(frozen=True, kw_only=True)
 class Nid2:
-    """Some clients hold one class each, the others all of them, all equally large.
+    """Some clients hold one class each, the others all; those who hold a class share it equally.
 
     FedDifRC's paper does not define its NID2; this is our reading: 6 of 10 clients with one class and 4 with
     all. With another number of clients the two kinds keep their proportion.
@@ -335,13 +334,12 @@ class Nid2:
         single = min(clients - 1, round(clients * self.n_single / (self.n_single + self.n_full)))
         stock = by_class(labels, rng)
         owner = rng.permutation(len(stock))[np.arange(single) % len(stock)]  # the class of each single client
-        goal = len(labels) // clients
-        groups: Groups = []
-        for c in owner:
-            groups.append(stock[c][:goal])
-            stock[c] = stock[c][goal:]
-        rest = rng.permutation(np.concatenate(stock))
-        return groups + np.array_split(rest, clients - single)
+        pieces: list[Groups] = []
+        for c, rows in enumerate(stock):
+            holders = [*np.flatnonzero(owner == c), *range(single, clients)]
+            parts = dict(zip(holders, np.array_split(rows, len(holders)), strict=True))
+            pieces.append([parts.get(k, rows[:0]) for k in range(clients)])
+        return join(pieces, clients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,16 +372,14 @@ class Pathological:
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         stock = by_class(labels, rng)
         if self.k > len(stock):
-            raise UsageError(
-                f"partition.k={self.k} is more than the {len(stock)} classes; use at most {len(stock)}"
-            )
+            raise UsageError(f"partition.k={self.k} is more than the {len(stock)} classes; use at most {len(stock)}")
         taken = np.zeros(len(stock), dtype=np.int64)
         hands = []
         for _ in range(clients):
             hand = np.lexsort((rng.random(len(stock)), taken))[: self.k]  # the least used ones, ties by lot
             taken[hand] += 1
             hands.append(hand)
-        pieces = [list(np.array_split(s, max(1, t))) for s, t in zip(stock, taken, strict=True)]
+        pieces = [list(np.array_split(s, max(1, int(t)))) for s, t in zip(stock, taken, strict=True)]
         return [np.concatenate([pieces[c].pop() for c in hand]) for hand in hands]
 
 
@@ -419,9 +415,7 @@ class LongTail:
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         classes = by_class(labels, rng)
         keep = long_tail(len(labels), len(classes), self.imbalance)
-        pieces = [
-            cut(rows[:n], dirichlet(rng, self.alpha, clients)) for rows, n in zip(classes, keep, strict=True)
-        ]
+        pieces = [cut(rows[:n], dirichlet(rng, self.alpha, clients)) for rows, n in zip(classes, keep, strict=True)]
         return join(pieces, clients)
 
 

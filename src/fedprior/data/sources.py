@@ -83,9 +83,7 @@ def load(
     content = [origin.digest(split) if split else "" for split in (train, test)]
     key = store.digest(DECODER, _pillow(), *content, image or "", label or "", str(size or ""))
     file = store.cache_folder() / "decoded" / f"{key}.safetensors"
-    decoded, built = store.read_or_rebuild(
-        file, _read, lambda: _decode(origin, train, test, image, label, size)
-    )
+    decoded, built = store.read_or_rebuild(file, _read, lambda: _decode(origin, train, test, image, label, size))
     if built:
         _write(file, decoded)
     return Source(name, decoded.train, decoded.test, decoded.classes)
@@ -135,9 +133,7 @@ def _hub(name: str) -> _Origin:
 
     try:
         found = datasets.load_dataset(hub_id)
-    except (
-        Exception
-    ) as error:  # every layer of the client has its own kinds, and the remedy is the same for all
+    except Exception as error:  # every layer of the client has its own kinds, and the remedy is the same for all
         reason = str(error).partition("\n")[0].strip().rstrip(".") or type(error).__name__
         raise UserError(
             f"cannot get data set '{hub_id}' from the hub ({reason}); "
@@ -182,9 +178,7 @@ def _parquet(path: Path, files: dict[str, list[Path]]) -> _Origin:
             raise UserError(f"cannot read {_first(files[split])}: {str(error).splitlines()[0]}") from None
         return _Rows(columns, datasets.Features.from_arrow_schema(columns.schema), _first(files[split]))
 
-    return _Origin(
-        str(path), tuple(files), lambda split: _file_digest(files[split], files[split][0].parent), read
-    )
+    return _Origin(str(path), tuple(files), lambda split: _file_digest(files[split], files[split][0].parent), read)
 
 
 def _saved(path: Path, folders: dict[str, Path]) -> _Origin:
@@ -219,9 +213,7 @@ def _class_folders(path: Path) -> _Origin:
 
         struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         images = pa.array([{"bytes": None, "path": str(file)} for file in files[split]], type=struct)
-        labels = pa.array(
-            [file.relative_to(parts[split]).parts[0] for file in files[split]], type=pa.string()
-        )
+        labels = pa.array([file.relative_to(parts[split]).parts[0] for file in files[split]], type=pa.string())
         features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
         return _Rows(pa.table({"image": images, "label": labels}), features, str(parts[split]))
 
@@ -283,18 +275,14 @@ def _decode(
     if test is None:
         held_out = _every_fifth(labels, rows)
         if not held_out.any():
-            raise UserError(
-                f"{rows.where} has too few images for a test split; add a file or folder named test"
-            )
+            raise UserError(f"{rows.where} has too few images for a test split; add a file or folder named test")
         kept, taken = (table.take(whole, torch.nonzero(mask)[:, 0]) for mask in (~held_out, held_out))
         return _Decoded(kept, taken, classes)
     others = origin.read(test)
     for kind, column in (("image column", image), ("label column", label)):
         _known(others, kind, column)
     other_labels, _ = _labels(others, label, names)
-    return _Decoded(
-        whole, table.make(_pixels(others, image, shape), other_labels, first_id=len(labels)), classes
-    )
+    return _Decoded(whole, table.make(_pixels(others, image, shape), other_labels, first_id=len(labels)), classes)
 
 
 def _known(rows: _Rows, kind: str, column: str) -> str:
@@ -371,9 +359,7 @@ def _labels(rows: _Rows, column: str, expected: Sequence[str] | None) -> tuple[T
         words = coded = values.to_numpy().astype(np.int64)
         own = feature.names if isinstance(feature, datasets.ClassLabel) else None
         if own and expected is not None and list(own) != list(expected):
-            raise UserError(
-                f"the classes of {rows.where} are not those of the training split; use one list for both"
-            )
+            raise UserError(f"the classes of {rows.where} are not those of the training split; use one list for both")
         names = expected or own or [str(i) for i in range(int(coded.max()) + 1)]
     else:
         raise UserError(
@@ -391,9 +377,7 @@ def _labels(rows: _Rows, column: str, expected: Sequence[str] | None) -> tuple[T
 
 def _every_fifth(labels: Tensor, rows: _Rows) -> Tensor:
     """Which rows are test rows, bool [n]: the last of every five of a class (and domain), in order."""
-    domains = (
-        rows.columns["domain"].to_pylist() if "domain" in rows.columns.column_names else [None] * len(labels)
-    )
+    domains = rows.columns["domain"].to_pylist() if "domain" in rows.columns.column_names else [None] * len(labels)
     seen: Counter[tuple[int, object]] = Counter()
     out = torch.zeros(len(labels), dtype=torch.bool)
     for row, group in enumerate(zip(labels.tolist(), domains, strict=True)):
@@ -431,8 +415,7 @@ def _opened(rows: _Rows, column: str, use: Callable[[int, Any], None]) -> None:
             known = not isinstance(error, UnidentifiedImageError)
             reason = str(error).partition("\n")[0] if known else "it is not an image"
             raise UserError(
-                f"the image in row {row} of {rows.where}{file} cannot be decoded: {reason}; "
-                "replace it or drop the row"
+                f"the image in row {row} of {rows.where}{file} cannot be decoded: {reason}; replace it or drop the row"
             ) from None
 
 
@@ -492,13 +475,9 @@ def _write(file: Path, decoded: _Decoded) -> None:
     classes = json.dumps(decoded.classes)
     try:
         with store.atomic(file) as temporary:
-            save_file(
-                tensors, temporary, metadata={"classes": classes, "digest": _checksum(tensors, classes)}
-            )
+            save_file(tensors, temporary, metadata={"classes": classes, "digest": _checksum(tensors, classes)})
     except OSError as error:
-        raise UserError(
-            f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space"
-        ) from None
+        raise UserError(f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space") from None
 
 
 def _read(file: Path) -> _Decoded:

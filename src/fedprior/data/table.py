@@ -18,9 +18,7 @@ def make(image: Tensor, label: Tensor, *, synthetic: bool = False, first_id: int
     """A table from images uint8 [n, 3, H, W] and labels int64 [n]; ids count up from `first_id`."""
     n = len(label)
     if image.dtype != torch.uint8 or image.ndim != 4 or len(image) != n:
-        raise ValueError(
-            f"images must be uint8 [n, 3, H, W] with n = {n}, not {image.dtype} {list(image.shape)}"
-        )
+        raise ValueError(f"images must be uint8 [n, 3, H, W] with n = {n}, not {image.dtype} {list(image.shape)}")
     return {
         "image": image,
         "label": label.long(),

@@ -11,9 +11,7 @@ class CNN(nn.Module):
     def __init__(self, classes: int, size: tuple[int, int]) -> None:
         super().__init__()
         if min(size) < 8:
-            raise UserError(
-                f"cnn needs images of at least 8 x 8 pixels, not {size[0]} x {size[1]}; set data.size=16"
-            )
+            raise UserError(f"cnn needs images of at least 8 x 8 pixels, not {size[0]} x {size[1]}; set data.size=16")
         self.body = nn.Sequential(
             nn.Conv2d(3, 16, 3, padding=1, bias=False),
             nn.GroupNorm(4, 16),

@@ -32,9 +32,7 @@ class ResNet10(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(64)
-        self.layers = nn.Sequential(
-            Block(64, 64, 1), Block(64, 128, 2), Block(128, 256, 2), Block(256, 512, 2)
-        )
+        self.layers = nn.Sequential(Block(64, 64, 1), Block(64, 128, 2), Block(128, 256, 2), Block(256, 512, 2))
         self.width = 512
         self.head = nn.Linear(self.width, classes)
 

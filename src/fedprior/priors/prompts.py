@@ -62,13 +62,9 @@ def _read(path: Path) -> tuple[str, ...]:
         if not line or line.startswith("#"):
             continue
         if line.count("{}") != 1 or line.count("{") != 1 or line.count("}") != 1:
-            raise UserError(
-                f"{path}, line {number}: '{line}' needs exactly one {{}} where the class name goes"
-            )
+            raise UserError(f"{path}, line {number}: '{line}' needs exactly one {{}} where the class name goes")
         if line in first:
-            raise UserError(
-                f"{path}, line {number}: '{line}' is already on line {first[line]}; remove one of them"
-            )
+            raise UserError(f"{path}, line {number}: '{line}' is already on line {first[line]}; remove one of them")
         first[line] = number
     if not first:
         raise UserError(f"{path} holds no prompt template; write at least one line such as '{SINGLE[0]}'")

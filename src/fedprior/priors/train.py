@@ -103,9 +103,7 @@ DIGITS_DEFAULTS = {
 def digit_captions() -> list[list[str]]:
     """All captions of each class: both template lists and digit forms, in words and numerals."""
     forms = prompts.SINGLE + prompts.CLIP + DIGIT_FORMS
-    return [
-        [prompts.prompt(n, f) for f in forms for n in (word, str(i))] for i, word in enumerate(digits.CLASSES)
-    ]
+    return [[prompts.prompt(n, f) for f in forms for n in (word, str(i))] for i, word in enumerate(digits.CLASSES)]
 
 
 def refuse_existing(out: Path) -> None:
@@ -137,9 +135,7 @@ def train(
     losses["denoiser"] = fit_denoiser(
         unet, text_encoder, tokenizer, scheduler, latents, label, captions, steps, seed, log
     )
-    return Trained(
-        build_pipeline(autoencoder.eval(), text_encoder.eval(), tokenizer, unet.eval(), scheduler), losses
-    )
+    return Trained(build_pipeline(autoencoder.eval(), text_encoder.eval(), tokenizer, unet.eval(), scheduler), losses)
 
 
 # Parts ---------------------------------------------------------------------------------------------------
@@ -231,9 +227,7 @@ def build_scheduler() -> Any:
     )
 
 
-def build_pipeline(
-    vae: nn.Module, text_encoder: nn.Module, tokenizer: Any, unet: nn.Module, scheduler: Any
-) -> Any:
+def build_pipeline(vae: nn.Module, text_encoder: nn.Module, tokenizer: Any, unet: nn.Module, scheduler: Any) -> Any:
     """The parts as a StableDiffusionPipeline without safety checker."""
     from diffusers import StableDiffusionPipeline
 
@@ -292,9 +286,7 @@ def fit_denoiser(
     A share `drop` of the captions is empty, so that classifier-free guidance works.
     """
     flat = [c for of_class in captions for c in of_class] + [""]
-    ids = tokenizer(
-        flat, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt"
-    ).input_ids
+    ids = tokenizer(flat, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt").input_ids
     count = torch.tensor([len(c) for c in captions])
     first = count.cumsum(0) - count
     signal, noise_share = scheduler.alphas_cumprod.sqrt(), (1 - scheduler.alphas_cumprod).sqrt()
@@ -416,9 +408,7 @@ class Progress:
 
 def save(pipeline: Any, out: Path, sidecar: dict[str, Any]) -> None:
     """Write the pipeline as float16 safetensors with `fedprior.json`; `out` appears whole or not at all."""
-    half = {
-        k: copy.deepcopy(v).half() if isinstance(v, nn.Module) else v for k, v in pipeline.components.items()
-    }
+    half = {k: copy.deepcopy(v).half() if isinstance(v, nn.Module) else v for k, v in pipeline.components.items()}
     names = ("vae", "text_encoder", "tokenizer", "unet", "scheduler")
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:

@@ -99,11 +99,7 @@ def distribution(before: np.ndarray, after: np.ndarray | None, classes: Sequence
 
     alt = f"Class counts of {clients} clients: {describe_rows(before)} among real rows"
     alt += f"; {describe_rows(after)} with synthetic rows." if after is not None else "."
-    marks = (
-        "The area of a dot is the number of rows; orange: some are synthetic."
-        if few
-        else "Bright: many rows."
-    )
+    marks = "The area of a dot is the number of rows; orange: some are synthetic." if few else "Bright: many rows."
     return Figure("Who holds what", draw(10, 1.4 + 0.24 * min(len(classes), 24), paint, alt), marks)
 
 
@@ -131,13 +127,9 @@ def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str
         ax.margins(x=0.01)
         ax.legend(frameon=False, loc="lower right")
 
-    ends = ", ".join(
-        f"{arm.name} ends at {final(arm):.1f} %" for arm in arms if any(evaluated(c) for c in arm.curves)
-    )
+    ends = ", ".join(f"{arm.name} ends at {final(arm):.1f} %" for arm in arms if any(evaluated(c) for c in arm.curves))
     alt = f"Line chart of test accuracy against {label}: {ends}."
-    return Figure(
-        title, draw(5.6, 4.0, paint, alt), "Line: mean over seeds. Band: lowest to highest seed.", wide=False
-    )
+    return Figure(title, draw(5.6, 4.0, paint, alt), "Line: mean over seeds. Band: lowest to highest seed.", wide=False)
 
 
 def final(arm: Arm) -> float:
@@ -196,9 +188,7 @@ def pictures(real: dict[str, np.ndarray], synthetic: dict[str, np.ndarray], clas
     width = label + sum(c * (cell + gap) + 24 for c in columns)
     sheet = Image.new("RGB", (width, 26 + len(shown) * (cell + gap)), "white")
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
-    heads = (
-        ["real", "from the prior"] if len(sides) == 2 else ["real" if sides[0] is real else "from the prior"]
-    )
+    heads = ["real", "from the prior"] if len(sides) == 2 else ["real" if sides[0] is real else "from the prior"]
     left = label
     for part, head, count in zip(sides, heads, columns, strict=True):
         pen.text((left, 4), head, fill="#2B3038", font=font)
@@ -207,9 +197,7 @@ def pictures(real: dict[str, np.ndarray], synthetic: dict[str, np.ndarray], clas
             pen.text((4, top + cell // 2 - 9), name, fill="#2B3038", font=font)
             for c, image in enumerate(part.get(name, ())):
                 tile = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-                sheet.paste(
-                    tile.resize((cell, cell), Image.Resampling.NEAREST), (left + c * (cell + gap), top)
-                )
+                sheet.paste(tile.resize((cell, cell), Image.Resampling.NEAREST), (left + c * (cell + gap), top))
         left += count * (cell + gap) + 24
     out = io.BytesIO()
     sheet.save(out, format="PNG", optimize=True)

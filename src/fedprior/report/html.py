@@ -73,8 +73,7 @@ def traffic_rows(data: ReportData) -> list[dict[str, str]]:
         end = arm.curves[0][-1]
         for way, groups in (("up", end["uplink_groups"]), ("down", end["downlink_groups"])):
             out += [
-                {"setting": arm.name, "direction": way, "group": k, "MB": f"{v / MB:.3f}"}
-                for k, v in groups.items()
+                {"setting": arm.name, "direction": way, "group": k, "MB": f"{v / MB:.3f}"} for k, v in groups.items()
             ]
     return out
 
@@ -90,8 +89,6 @@ def incidents(data: ReportData) -> list[str]:
                     for r in line["refused"]
                 ]
                 if line["skipped"]:
-                    lines.append(
-                        f"{arm.name}, round {line['round']}: no update counted, the model stayed as it was"
-                    )
+                    lines.append(f"{arm.name}, round {line['round']}: no update counted, the model stayed as it was")
     more = len(lines) - 20
     return lines[:20] + ([f"and {more} more"] if more > 0 else [])

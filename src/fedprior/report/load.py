@@ -18,9 +18,7 @@ def config(folder: Path) -> dict[str, Any]:
     """A run's resolved experiment as plain values."""
     path = folder / "config.toml"
     if not path.exists():
-        raise UserError(
-            f"{folder} is no run directory (it has no config.toml); name one such as runs/digits-fedavg"
-        )
+        raise UserError(f"{folder} is no run directory (it has no config.toml); name one such as runs/digits-fedavg")
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
@@ -54,10 +52,7 @@ def report_data(folders: Sequence[Path], title: str = "", notes: Sequence[str] =
         if not (folder / "clients.parquet").exists():
             config(folder)
             raise UserError(f"{folder} did not finish, so there is nothing to report; run it again first")
-    arms = [
-        Arm(name=name, curves=[record.metrics(f) for f in members])
-        for name, members in group(folders).items()
-    ]
+    arms = [Arm(name=name, curves=[record.metrics(f) for f in members]) for name, members in group(folders).items()]
     tables = [pq.read_table(folder / "clients.parquet") for folder in folders]
     rows = [np.array(t["rows_by_class"].to_pylist(), dtype=np.int64) for t in tables]
     shown = max(range(len(folders)), key=lambda i: int(rows[i].sum()))

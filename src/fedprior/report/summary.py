@@ -138,9 +138,7 @@ def sentences(data: ReportData) -> list[str]:
     return out
 
 
-def against(
-    name: str, best: float, spread: float | None, other: str, mean: float | None, dev: float | None
-) -> str:
+def against(name: str, best: float, spread: float | None, other: str, mean: float | None, dev: float | None) -> str:
     """How far the best arm is ahead of another, measured by the spread over seeds."""
     if mean is None:
         return f"{other} was never evaluated."
