@@ -1,0 +1,121 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedprior.config import Experiment, PriorChoice, from_toml, keys, override, to_toml
+from fedprior.data.partition import PARTITIONS
+from fedprior.errors import UsageError
+from fedprior.methods import METHODS, FedProx
+from fedprior.optim import SGD
+from fedprior.prepare.balance import BALANCES
+from fedprior.recipes import RECIPES
+
+
+def test_words_set_names_and_values_in_any_order():
+    e = override(Experiment(), ["method.mu=0.5", "method=fedprox", "local.lr=0.1", "local=sgd", "rounds=3"])
+    assert e.method == FedProx(mu=0.5)
+    assert e.local == SGD(lr=0.1)
+    assert e.rounds == 3
+    assert Experiment().rounds != 3
+
+
+def test_the_keys_a_user_would_guess_all_exist():
+    wanted = """data data.path clients partition partition.alpha net method server local local.lr local.weight_decay
+    steps epochs batch_size cohort rounds prior prior.steps prior.guidance balance seed precision engine name"""
+    assert set(wanted.split()) <= set(keys(Experiment()))
+    assert override(Experiment(), ["method=fedprox", "method.mu=1"]).method == FedProx(mu=1.0)
+
+
+def test_steps_and_epochs_take_each_others_place():
+    assert override(Experiment(), ["epochs=0.5"]).steps is None
+    back = override(override(Experiment(), ["epochs=0.5"]), ["steps=7"])
+    assert (back.steps, back.epochs) == (7, None)
+    with pytest.raises(UsageError, match="not both"):
+        override(Experiment(), ["steps=3", "epochs=1"])
+
+
+def test_none_switches_prior_and_balance_off():
+    e = override(RECIPES["gen-fedsd/cifar10"](), ["balance=none", "prior=none"])
+    assert e.prior is None
+    assert e.balance is None
+    assert override(e, ["prior=some/where", "prior.guidance=3"]).prior == PriorChoice(name="some/where", guidance=3.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["roundz=3"], "did you mean rounds"),
+        (["mu=3"], "unknown key 'mu'"),
+        (["lr=0.1"], "did you mean (local|server).lr"),
+        (["method.mo=3", "method=fedprox"], "method.mu"),
+        (["method=fedpro"], "did you mean fedprox"),
+        (["partition=dirichlet_balance"], "did you mean dirichlet_balanced"),
+        (["balance.pool_size=3"], "balance=none; choose a balance first"),
+        (["rounds=three"], "rounds must be a whole number, not 'three'"),
+        (["local.lr=fast"], "local.lr must be a number"),
+        (["augment=maybe"], "augment must be true or false"),
+        (["precision=fp8"], "unknown value for precision 'fp8'"),
+        (["rounds"], "not of the form key=value"),
+        (["rounds=0"], "rounds must be at least 1"),
+        (["cohort=30"], "cohort=30 is more than clients=20"),
+        (["partition.alpha=0"], "partition.alpha must be a number above 0"),
+        (["local.lr=-1"], "lr must be a number >= 0"),
+        (["method=fedprox", "method.mu=-1"], "method.mu must be"),
+        (["seed=-1"], "seed must be at least 0"),
+        (["method.server=sgd"], "unknown key 'method.server'"),
+        (["data.pth=x"], "did you mean data.path"),
+        (["rounds.x=1"], "unknown key 'rounds.x'"),
+        (["balance=max", "prior=none"], "balance needs a prior"),
+    ],
+)
+def test_a_wrong_word_says_what_to_write_instead(words, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        override(Experiment(), words)
+    assert "\n" not in str(caught.value)
+
+
+@given(
+    method=st.sampled_from(sorted(METHODS)),
+    scheme=st.sampled_from(sorted(PARTITIONS)),
+    rule=st.sampled_from(["none", *sorted(BALANCES)]),
+    epochs=st.none() | st.floats(0.1, 9),
+    lr=st.floats(1e-6, 1),
+    seed=st.integers(0, 2**40),
+)
+def test_a_written_experiment_reads_back_equal(tmp_path_factory, method, scheme, rule, epochs, lr, seed):
+    words = [f"method={method}", f"partition={scheme}", f"balance={rule}", f"local.lr={lr}", f"seed={seed}"]
+    e = override(Experiment(), words + ([f"epochs={epochs}"] if epochs else []))
+    path = tmp_path_factory.mktemp("toml") / "e.toml"
+    path.write_text(to_toml(e))
+    assert from_toml(path) == e
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_reads_back_equal(tmp_path, name):
+    e = RECIPES[name]()
+    (tmp_path / "e.toml").write_text(to_toml(e))
+    assert from_toml(tmp_path / "e.toml") == e
+
+
+def test_recipes_hold_the_papers_settings():
+    c10, c100 = RECIPES["gen-fedsd/cifar10"](), RECIPES["gen-fedsd/cifar100"]()
+    shared = {"clients": 100, "cohort": 10, "batch_size": 64, "net": "cct_2_3x2_32"}
+    assert all(getattr(e, k) == v for e in (c10, c100) for k, v in shared.items())
+    assert (c10.rounds, c10.steps, c10.local.lr, c10.local.weight_decay) == (100, 150, 5e-4, 3e-2)
+    assert (c100.rounds, c100.steps, c100.local.lr, c100.local.weight_decay) == (200, 100, 6e-4, 6e-2)
+    assert (c10.prior.steps, c10.prior.guidance) == (20, 7)
+    rc = RECIPES["feddifrc/cifar10"]()
+    assert (rc.clients, rc.cohort, rc.rounds, rc.epochs, rc.net) == (10, 5, 50, 10, "resnet10")
+    assert rc.local == SGD(lr=0.01, momentum=0.9, weight_decay=1e-5)
+
+
+def test_a_broken_file_is_named(tmp_path):
+    path = tmp_path / "e.toml"
+    with pytest.raises(UsageError, match="there is no file"):
+        from_toml(path)
+    path.write_text("rounds = = 3")
+    with pytest.raises(UsageError, match="not valid TOML"):
+        from_toml(path)
+    path.write_text("[method]\nname = 'fedprox'\nmuu = 3\n")
+    with pytest.raises(UsageError, match=r"e\.toml: unknown key 'method\.muu'.*method\.mu"):
+        from_toml(path)
