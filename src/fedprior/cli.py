@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so that `fedprior --help` answe
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +49,7 @@ def experiment_of(words: list[str] | None) -> "Experiment":
         if source in RECIPES:
             base = RECIPES[source]()
         elif path.is_dir():
-            base = from_toml(path / "config.toml")
+            base = replace(from_toml(path / "config.toml"), name="")  # the directory keeps its name
         elif path.suffix == ".toml" or path.is_file():
             base = from_toml(path)
         else:
