@@ -177,6 +177,52 @@ def test_another_scheduler_in_the_checkpoint_is_replaced_by_dpm_solver(copy):
     assert prior.generate(WORDS, [0, 1], (16, 16)).shape == (2, 3, 16, 16)
 
 
+def test_a_checkpoint_of_the_xl_layout_works_the_same(tmp_path):
+    from diffusers import StableDiffusionXLPipeline, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokenizer = train.build_tokenizer(WORDS)
+        vae, text, _ = train.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)
+        config = CLIPTextConfig(**text.config.to_dict() | {"projection_dim": 8})
+        unet = UNet2DConditionModel(
+            sample_size=8,
+            block_out_channels=(8, 8),
+            layers_per_block=1,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=16,
+            attention_head_dim=4,
+            norm_num_groups=8,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=8 * 6 + 8,
+        )
+        StableDiffusionXLPipeline(
+            vae=vae,
+            text_encoder=text,
+            text_encoder_2=CLIPTextModelWithProjection(config),
+            tokenizer=tokenizer,
+            tokenizer_2=tokenizer,
+            unet=unet,
+            scheduler=train.build_scheduler(),
+        ).save_pretrained(tmp_path)
+    prior = DiffusionPrior.from_pretrained(tmp_path, steps=2)
+    together = prior.generate(WORDS, [1, 2], (8, 8))
+    assert (together[:1].int() - prior.generate(WORDS[:1], [1], (8, 8)).int()).abs().max() <= 1
+    assert not torch.equal(together[0], together[1])
+
+
+def test_the_safety_checker_is_left_out_unless_asked_for(copy):
+    index = json.loads((copy / "model_index.json").read_text())
+    checker = {"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}
+    (copy / "model_index.json").write_text(json.dumps(index | checker))
+    assert DiffusionPrior.from_pretrained(copy).settings["safety_checker"] is False
+    with pytest.raises(UserError, match="safety_checker"):  # now it looks for the weights, which are not there
+        DiffusionPrior.from_pretrained(copy, safety_checker=True)
+
+
 def test_the_revision_of_a_folder_follows_its_weights_and_configs_only(tiny, copy):
     revision = DiffusionPrior.from_pretrained(tiny).revision
     assert DiffusionPrior.from_pretrained(copy).revision == revision

@@ -108,7 +108,7 @@ def test_resnet10_equals_its_definition_at_one_stage():
     torch.testing.assert_close(block(x), F.relu(out + short))
 
 
-@pytest.mark.parametrize(("name", "size"), [("cct", 32), ("resnet", 32), ("cn", 16)])
+@pytest.mark.parametrize(("name", "size"), [("cct_2", 32), ("resnet", 32), ("cn", 16)])
 def test_an_unknown_name_gives_the_nearest(name, size):
     with pytest.raises(UsageError, match=r"did you mean|choose from"):
         nets.build(name, 10, size=size)

@@ -120,12 +120,12 @@ def test_training_teaches_both_parts():
         public["label"][:64],
         train.digit_captions(),
         seed=0,
-        autoencoder_steps=60,
-        steps=30,
+        autoencoder_steps=30,
+        steps=20,
         log=lambda line: None,
     )
     for losses in result.losses.values():
-        assert losses[-1][1] < 0.8 * losses[0][1]
+        assert losses[-1][1] < 0.9 * losses[0][1]
 
 
 def test_training_never_reads_the_private_half(monkeypatch, tmp_path):

@@ -34,7 +34,7 @@ def demo(words: Sequence[str], seeds: int, root: Path, progress: Progress) -> di
     scores: dict[str, list[float]] = {name: [] for name in ARMS}
     for seed in range(seeds):
         for name, arm in ARMS.items():
-            base = override(Experiment(), [*arm, *words])
+            base = override(Experiment(), [*arm, *(w for w in words if fits(arm, w))])
             experiment = replace(base, seed=base.seed + seed, name=f"{name}-seed{base.seed + seed}")
             progress.say(f"{name}, seed {experiment.seed}")
             scores[name].append(run(experiment, folder, progress).result["mean_last10"])
@@ -46,3 +46,8 @@ def demo(words: Sequence[str], seeds: int, root: Path, progress: Progress) -> di
         mean, std = summary.across_seeds(values)
         arms[name] = {"mean": mean, "std": std, "seeds": values}
     return {"arms": arms, "seconds": round(time.monotonic() - began, 1), "report": str(report)}
+
+
+def fits(arm: Sequence[str], word: str) -> bool:
+    """Whether a word has a meaning for the arm: what sets the balance has none where there is none."""
+    return not (word.startswith("balance.") and "balance=none" in arm)

@@ -130,7 +130,10 @@ def _hub(name: str) -> _Origin:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
         raise unknown("data set", name, [EMBEDDED, *ALIASES])
     import datasets
+    from huggingface_hub.utils import logging as hub_logging
 
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # it reports every retry; the error below says it once
     try:
         found = datasets.load_dataset(hub_id)
     except Exception as error:  # every layer of the client has its own kinds, and the remedy is the same for all
@@ -139,6 +142,8 @@ def _hub(name: str) -> _Origin:
             f"cannot get data set '{hub_id}' from the hub ({reason}); "
             "check the name and the network, or give a local copy with data.path="
         ) from None
+    finally:
+        hub_logging.set_verbosity(verbosity)
     return _Origin(
         where=hub_id,
         splits=tuple(found),
@@ -155,12 +160,15 @@ def _local(path: Path) -> _Origin:
             raise UserError(f"data.path={path} is not a parquet file; give one, or a folder")
         return _parquet(path, {"train": [path]})
     if (path / "dataset_dict.json").exists():
-        splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        try:
+            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path / 'dataset_dict.json'} is damaged; save the data set again") from None
         return _saved(path, {split: path / split for split in splits})
     if (path / "state.json").exists():
         return _saved(path, {"train": path})
     shards: dict[str, list[Path]] = {}
-    for file in sorted(path.glob("*.parquet")):
+    for file in sorted(path.glob("*.parquet")) or sorted((path / "data").glob("*.parquet")):  # a clone of a hub set
         split = re.sub(r"-\d+-of-\d+$", "", file.stem)
         shards.setdefault(split, []).append(file)
     return _parquet(path, shards) if shards else _class_folders(path)

@@ -15,6 +15,7 @@ from .resnet import ResNet10
 NETS: dict[str, Callable[[int, tuple[int, int]], nn.Module]] = {
     "cnn": CNN,
     "cct_2_3x2_32": CCT,
+    "cct": CCT,  # short for the one above
     "resnet10": ResNet10,
     "mobilenet_v2": MobileNetV2,
 }

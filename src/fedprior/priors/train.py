@@ -229,7 +229,8 @@ def build_scheduler() -> Any:
 
 def build_pipeline(vae: nn.Module, text_encoder: nn.Module, tokenizer: Any, unet: nn.Module, scheduler: Any) -> Any:
     """The parts as a StableDiffusionPipeline without safety checker."""
-    from diffusers import StableDiffusionPipeline
+    with quiet():
+        from diffusers import StableDiffusionPipeline
 
     return StableDiffusionPipeline(
         vae=vae,

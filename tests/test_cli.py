@@ -1,0 +1,164 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from fedprior import cli
+
+QUICK = ["rounds=2", "steps=2", "clients=6", "cohort=3"]
+
+
+def call(capsys, *words):
+    """-> (exit code, stdout, stderr) of the command line, in this process."""
+    argv, sys.argv = sys.argv, ["fedprior", *map(str, words)]
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    finally:
+        sys.argv = argv
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def test_run_prints_the_promised_json_and_a_run_directory_runs_again(capsys, tmp_path):
+    code, out, _ = call(capsys, "run", *QUICK, "--runs", tmp_path, "--json")
+    first = last_json(out)
+    assert code == 0
+    assert {"last", "mean_last10", "best", "rounds", "uplink_MB", "downlink_MB", "seconds", "directory"} <= first.keys()
+    code, out, _ = call(capsys, "run", first["directory"], "--runs", tmp_path, "--json")
+    again = last_json(out)
+    assert again["weights"] == first["weights"]
+    assert again["directory"] != first["directory"]
+    toml = f"{first['directory']}/config.toml"
+    code, out, _ = call(capsys, "run", toml, "rounds=1", "--runs", tmp_path, "--json")
+    assert last_json(out)["rounds"] == 1
+
+
+def test_demo_shows_both_arms_in_table_json_and_page(capsys, tmp_path):
+    code, out, _ = call(
+        capsys, "demo", "rounds=2", "steps=1", "balance.pool_size=2", "--seeds", 2, "--runs", tmp_path, "--json"
+    )
+    result = last_json(out)
+    assert code == 0
+    assert set(result["arms"]) == {"fedavg", "fedavg+balance"}
+    for arm in result["arms"].values():
+        a, b = arm["seeds"]
+        assert arm["mean"] == pytest.approx((a + b) / 2)
+        assert arm["std"] == pytest.approx(abs(a - b) / 2**0.5)
+    page = open(result["report"], encoding="utf-8").read()
+    assert "fedavg+balance" in page
+    assert "±" in out
+
+
+def test_plan_counts_what_a_run_then_makes_and_sends(capsys, tmp_path):
+    words = [*QUICK, "balance=max", "balance.pool_size=2"]
+    code, out, _ = call(capsys, "plan", *words, "--json", "--no-calibrate")
+    plan = last_json(out)
+    assert code == 0
+    assert {"images", "clients", "per_class", "seconds", "MB"} <= plan.keys()
+    assert not (tmp_path / "runs").exists()
+    code, out, _ = call(capsys, "run", *words, "--runs", tmp_path, "--json")
+    run = last_json(out)
+    assert plan["rows"] == run["synthetic_rows"] == sum(plan["per_class"].values())
+    assert plan["rows"] == sum(c["synthetic"] for c in plan["clients"])
+    assert plan["MB"] == pytest.approx(run["uplink_MB"] + run["downlink_MB"])
+
+
+def test_plan_estimates_time_by_trying(capsys):
+    _, out, _ = call(capsys, "plan", *QUICK, "balance=max", "--json")
+    plan = last_json(out)
+    assert plan["generation_seconds"] > 0
+    assert plan["training_seconds"] >= 0
+    assert plan["seconds"] == pytest.approx(plan["generation_seconds"] + plan["training_seconds"])
+
+
+def test_generated_images_are_there_when_the_run_starts(capsys, tmp_path):
+    words = [*QUICK, "balance=max", "balance.pool_size=2"]
+    code, out, _ = call(capsys, "generate", *words, "--json")
+    made = last_json(out)
+    assert code == 0
+    assert made["generated"] > 0
+    _, out, _ = call(capsys, "generate", *words, "--json")
+    again = last_json(out)
+    assert (again["generated"], again["reused"]) == (0, made["generated"])
+    from datasets import load_dataset
+
+    rows = load_dataset(made["folder"], split="train")
+    assert rows.num_rows >= made["generated"]
+    assert rows[0]["image"].size == (16, 16)
+
+
+def test_partition_show_prints_counts_and_statistics(capsys):
+    code, out, _ = call(capsys, "partition", "show", "clients=5", "cohort=2", "partition=iid", "--json")
+    shown = last_json(out)
+    assert code == 0
+    assert shown["statistics"]["rows"] == 600
+    assert shown["statistics"]["max_size"] == 120
+
+
+def test_report_of_two_runs_and_doctor(capsys, tmp_path):
+    for method in ("fedavg", "fedprox"):
+        call(capsys, "run", *QUICK, f"method={method}", f"name={method}", "--runs", tmp_path)
+    out = tmp_path / "both.html"
+    code, _, _ = call(capsys, "report", tmp_path / "fedavg", tmp_path / "fedprox", "--out", out)
+    assert code == 0
+    assert "fedprox" in out.read_text()
+    code, text, _ = call(capsys, "doctor", "--json")
+    found = last_json(text)
+    assert code == 0
+    assert found["embedded_priors"] == {"digits": True}
+    assert found["versions"]["torch"] != "not installed"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["run", "roundz=3"], 2, "did you mean rounds"),
+        (["run", "method=fedpro"], 2, "did you mean fedprox"),
+        (["run", "gen-fedsd/cifar11"], 2, "did you mean gen-fedsd/cifar10"),
+        (["run", "absent.toml"], 2, "there is no file absent.toml"),
+        (["run", "data.path=absent"], 1, "absent"),
+        (["run", "data=cifar10", "cohort=2"], 1, "data.path="),
+        (["run", "partition.alpha=0"], 2, "partition.alpha"),
+        (["run", "clients=700"], 1, "use fewer clients"),
+        (["generate"], 2, "balance=max"),
+        (["report", "absent"], 1, "no run directory"),
+        (["prior", "check", "absent/folder"], 1, "absent/folder"),
+        (["prior", "show", "digit"], 2, "did you mean digits"),
+        (["prior", "train", "digit"], 2, "did you mean digits"),
+    ],
+)
+def test_a_mistake_gives_one_line_and_the_right_exit_code(capsys, tmp_path, monkeypatch, words, code, message):
+    monkeypatch.chdir(tmp_path)
+    got, _, err = call(capsys, *words)
+    lines = [line for line in err.strip().splitlines() if not line.startswith("fedprior 0.")]
+    assert got == code
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_and_import_load_neither_torch_nor_diffusers():
+    code = "import sys, fedprior, fedprior.cli; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    code = "import sys, fedprior; fedprior.METHODS; import fedprior.run; print('diffusers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_public_names_are_there():
+    import fedprior
+
+    assert set(fedprior.METHODS) >= {"fedavg", "fedprox", "local", "centralised"}
+    assert fedprior.nets.build("cnn", 10, size=16).width == 64
+    assert len(fedprior.partition("iid", [0, 1] * 10, 4, 0).clients) == 4
+    assert set(fedprior.__all__) <= set(dir(fedprior))
+    with pytest.raises(AttributeError, match="no attribute"):
+        fedprior.absent  # noqa: B018
