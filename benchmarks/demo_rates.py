@@ -19,17 +19,20 @@ from fedprior.demo import ARMS
 from fedprior.report.summary import across_seeds, percent
 from fedprior.run import run
 
-RATES = [
-    *(("adamw", lr) for lr in (3e-4, 1e-3, 3e-3, 1e-2)),
-    *(("sgd", lr) for lr in (0.03, 0.1, 0.3)),
+SETTINGS = [
+    *(("adamw", lr, 0.0) for lr in (3e-4, 1e-3, 3e-3, 1e-2)),
+    *(("sgd", lr, 0.0) for lr in (0.03, 0.1, 0.3)),
+    *(("sgd", lr, 0.9) for lr in (0.003, 0.01, 0.03)),
 ]
 SEEDS = 3
 
 
-def score(arm: tuple[str, ...], optimiser: str, lr: float, root: Path) -> tuple[float | None, float | None]:
+def score(arm: tuple[str, ...], setting: tuple[str, float, float], root: Path) -> tuple[float | None, float | None]:
+    optimiser, lr, momentum = setting
     values = []
     for seed in range(SEEDS):
         words = [*arm, f"local={optimiser}", f"local.lr={lr}", f"seed={seed}"]
+        words += [f"local.momentum={momentum}"] if momentum else []
         values.append(run(override(Experiment(), words), root).result["mean_last10"])
     return across_seeds(values)
 
@@ -49,10 +52,12 @@ def main() -> None:
     print("| optimiser | lr | " + " | ".join(ARMS) + " |")
     print("| --- | --- |" + " --- |" * len(ARMS))
     with tempfile.TemporaryDirectory() as folder:
-        for optimiser, lr in RATES:
-            cells = [percent(*score(arm, optimiser, lr, Path(folder))) for arm in ARMS.values()]
-            print(f"| {optimiser} | {lr:g} | " + " | ".join(cells) + " |", flush=True)
-            print(optimiser, lr, cells, file=sys.stderr, flush=True)
+        for setting in SETTINGS:
+            cells = [percent(*score(arm, setting, Path(folder))) for arm in ARMS.values()]
+            optimiser, lr, momentum = setting
+            name = optimiser + (f", momentum {momentum:g}" if momentum else "")
+            print(f"| {name} | {lr:g} | " + " | ".join(cells) + " |", flush=True)
+            print(name, lr, cells, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

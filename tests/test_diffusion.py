@@ -263,15 +263,16 @@ def test_loading_leaves_the_libraries_log_settings_alone(tiny):
     from diffusers.utils import logging as a
     from transformers.utils import logging as b
 
-    before = (a.get_verbosity(), b.get_verbosity(), a.is_progress_bar_enabled(), b.is_progress_bar_enabled())
-    DiffusionPrior.from_pretrained(tiny)
-    assert before == (
-        a.get_verbosity(),
-        b.get_verbosity(),
-        a.is_progress_bar_enabled(),
-        b.is_progress_bar_enabled(),
-    )
-    assert before[2:] == (True, True)
+    before = a.get_verbosity(), b.get_verbosity()
+    try:
+        a.set_verbosity_info()
+        b.set_verbosity_info()
+        DiffusionPrior.from_pretrained(tiny)
+        assert (a.get_verbosity(), b.get_verbosity()) == (a.INFO, b.INFO)
+        assert (a.is_progress_bar_enabled(), b.is_progress_bar_enabled()) == (True, True)
+    finally:
+        a.set_verbosity(before[0])
+        b.set_verbosity(before[1])
 
 
 def test_importing_the_prior_loads_no_model_library():

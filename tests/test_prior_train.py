@@ -145,7 +145,7 @@ def test_a_folder_in_use_is_refused_before_training(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for out in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(UserError, match="not empty; remove it or choose another folder"):
-            train.train_digits(out, autoencoder_steps=10**9)
+            train.train_digits(out, autoencoder_steps=1, steps=1, log=pytest.fail)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -185,6 +185,31 @@ def test_folded_latents_are_normal_and_decode_to_the_same_images():
         assert (vae.decode(after.mode()).sample - images).abs().max() < 1e-4
         ratio = after.std / before.std
         assert torch.allclose(ratio, 1 / before.mode().std((0, 2, 3))[None, :, None, None].expand_as(ratio), rtol=1e-3)
+
+
+def test_the_denoiser_is_taught_the_velocity_of_every_latent():
+    """A model that knows the one latent c solves x = a c + s n for the noise: its loss against a n - s c is zero."""
+    tokenizer = train.build_tokenizer(["a photo of a cat"])
+    scheduler = train.build_scheduler()
+    c = 1.7
+
+    class Oracle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.zero = nn.Parameter(torch.zeros(1))
+
+        def forward(self, x, t=None, encoder_hidden_states=None):
+            if t is None:
+                return (self.zero.expand(len(x), 16, 8),)
+            a, s = (y[t, None, None, None].sqrt() for y in (scheduler.alphas_cumprod, 1 - scheduler.alphas_cumprod))
+            velocity = a * (x - a * c) / s - s * c + 0 * encoder_hidden_states.mean()
+            return type("Output", (), {"sample": velocity})
+
+    latents, label, captions = torch.full((5, 4, 2, 2), c), torch.zeros(5, dtype=torch.long), [["a cat"]]
+    parts = (Oracle(), Oracle(), tokenizer, scheduler, latents, label, captions)
+    ((step, loss),) = train.fit_denoiser(*parts, 1, 0, lambda line: None)
+    assert step == 1
+    assert loss < 1e-4
 
 
 def test_the_learning_rate_warms_up_and_falls_to_two_per_cent():

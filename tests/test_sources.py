@@ -150,9 +150,7 @@ def test_mixed_digits_keep_their_own_test_split_and_share_the_largest_of_equally
 
 @pytest.mark.data
 @pytest.mark.parametrize(("name", "rows", "classes"), [("pacs", 9_991, 7), ("office-caltech10", 2_533, 10)])
-def test_a_set_with_one_split_gives_every_fifth_row_of_each_class_and_domain(
-    shared_data, name, rows, classes
-):
+def test_a_set_with_one_split_gives_every_fifth_row_of_each_class_and_domain(shared_data, name, rows, classes):
     path = shared_data / name
     got = sources.load(name, path=path)
     assert len(got.classes) == classes
@@ -211,9 +209,7 @@ def test_hub_sets_come_through_the_alias_table_and_are_cached_by_fingerprint(mon
 
     def fake(hub_id):
         asked.append(hub_id)
-        features = datasets.Features(
-            {"img": datasets.Image(), "label": datasets.ClassLabel(names=["a_x", "b"])}
-        )
+        features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["a_x", "b"])})
         rows = {"img": [Image.fromarray(p) for p in pixels], "label": [0, 1] * 3}
         whole = datasets.Dataset.from_dict(rows, features=features)
         return datasets.DatasetDict(train=whole.select([3, 0, 1]), test=whole.select([4, 5]))
@@ -226,8 +222,11 @@ def test_hub_sets_come_through_the_alias_table_and_are_cached_by_fingerprint(mon
     assert got.train["label"].tolist() == [1, 0, 1]
     assert np.array_equal(got.train["image"].permute(0, 2, 3, 1).numpy(), pixels[[3, 0, 1]])
     assert np.array_equal(got.test["image"].permute(0, 2, 3, 1).numpy(), pixels[[4, 5]])
-    monkeypatch.setattr(sources, "_decode", None)  # the second time nothing is decoded
-    assert equal(sources.load("cifar10"), got)
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_decode", None)  # the second time nothing is decoded
+        assert equal(sources.load("cifar10"), got)
+    pixels = noise(6, seed=9)  # a new version of the set
+    assert np.array_equal(sources.load("cifar10").train["image"][0].permute(1, 2, 0).numpy(), pixels[3])
 
 
 # --- local copies ----------------------------------------------------------------------------------------
@@ -245,8 +244,8 @@ def class_folders(root: Path, counts: dict[str, int], seed: int = 0) -> dict[str
 
 def test_class_folders_without_splits(tmp_path, no_network):
     pixels = class_folders(tmp_path / "set", {"red_fox": 10, "cat": 7})
-    (tmp_path / "set" / "notes.txt").write_text("not an image")
-    (tmp_path / "set" / ".hidden").mkdir()
+    (tmp_path / "set" / "cat" / "notes.txt").write_text("not an image")
+    class_folders(tmp_path / "set", {".hidden": 5})
     got = sources.load("photos", path=tmp_path / "set")
     assert got.name == "photos"
     assert got.classes == ("cat", "red fox")
@@ -374,6 +373,8 @@ def test_text_labels_give_sorted_names_and_whole_numbers_give_their_digits(tmp_p
     got = sources.load("x", path=path)
     assert got.classes == ("an ant", "bee", "zoo")
     assert got.test["label"].tolist() == [2]
+    path = write(tmp_path / "c.parquet", image=both * 5, label=list("jihgfedcba") * 5)
+    assert sources.load("x", path=path).classes == tuple("abcdefghij")
     path = write(tmp_path / "b.parquet", image=both, label=[3] * 10)
     assert sources.load("x", path=path).classes == ("0", "1", "2", "3")
 
@@ -428,6 +429,9 @@ def test_labels_outside_the_classes_are_named_by_row(tmp_path):
     write(tmp_path / "d" / "train.parquet", image=five_images(), label=["a", "b", "a", "b", "a"])
     write(tmp_path / "d" / "test.parquet", image=five_images(), label=["a", "a", "c", "b", "a"])
     with pytest.raises(UserError, match=r"row 2 .*test\.parquet has label c"):
+        sources.load("x", path=tmp_path / "d")
+    write(tmp_path / "d" / "test.parquet", image=five_images(), labels=["a"] * 5)
+    with pytest.raises(UsageError, match=r"label column of .*test\.parquet 'label'; did you mean labels"):
         sources.load("x", path=tmp_path / "d")
     path = write(tmp_path / "e.parquet", image=five_images(), label=[0, None, 0, 0, 0])
     with pytest.raises(UserError, match=r"row 1 .* no 'label'"):
@@ -521,7 +525,8 @@ def test_another_content_column_or_size_is_another_entry(small, tmp_path):
     assert np.array_equal(changed.train["image"][0].permute(1, 2, 0).numpy(), noise(10, seed=1)[0])
     class_folders(tmp_path / "set", {"a": 5, "b": 5})
     sources.load("x", path=tmp_path / "set")
-    (tmp_path / "set" / "a" / "000.png").rename(tmp_path / "set" / "b" / "009.png")
+    # the same bytes in the same order, with another label
+    (tmp_path / "set" / "a" / "004.png").rename(tmp_path / "set" / "b" / "-.png")
     moved = sources.load("x", path=tmp_path / "set")
     assert moved.train["label"].tolist() == [0] * 4 + [1] * 5
 

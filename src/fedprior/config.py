@@ -13,7 +13,7 @@ from .local import WeightBy
 from .method import Method
 from .methods import METHODS, FedAvg
 from .net import BNStats, Precision
-from .optim import OPTIMIZERS, SGD, AdamW, Optimizer
+from .optim import OPTIMIZERS, SGD, Optimizer
 from .prepare.balance import BALANCES, Balance
 
 Scheme = Any  # one of the partition dataclasses; they share nothing but their registry
@@ -49,11 +49,11 @@ class Experiment:
     name: str = ""  # of the run directory; empty derives one from method and balance
     data: Data = field(default_factory=Data)
     clients: int = 20
-    partition: Scheme = field(default_factory=lambda: PARTITIONS["dirichlet"](alpha=0.1))
+    partition: Scheme = field(default_factory=lambda: PARTITIONS["dirichlet"](alpha=0.05))
     net: str = "cnn"
     method: Method = field(default_factory=FedAvg)
     server: Optimizer = field(default_factory=lambda: SGD(lr=1.0))
-    local: Optimizer = field(default_factory=lambda: AdamW(lr=1e-3))
+    local: Optimizer = field(default_factory=lambda: SGD(lr=0.1))
     steps: int | None = 20  # local steps a round; or
     epochs: float | None = None  # local passes a round, fractions allowed
     batch_size: int = 32

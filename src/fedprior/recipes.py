@@ -12,7 +12,7 @@ from .prepare.balance import BALANCES
 
 
 def digits() -> Experiment:
-    """The embedded digits over 20 clients, Dirichlet(0.1): seconds on a laptop, no network. No balance by default."""
+    """The embedded digits over 20 clients, Dirichlet(0.05): seconds on a laptop, no network. No balance by default."""
     return Experiment()
 
 

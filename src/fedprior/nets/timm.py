@@ -13,7 +13,9 @@ class Timm(nn.Module):
         try:
             import timm
         except ImportError as error:
-            raise UserError(f"net=timm/{name} needs timm and a torchvision that fits torch ({error}); pip install 'fedprior[timm]'") from None
+            raise UserError(
+                f"net=timm/{name} needs timm and a torchvision that fits torch ({error}); pip install 'fedprior[timm]'"
+            ) from None
         if name not in timm.list_models():
             raise unknown("timm model", name, timm.list_models())
         self.model = timm.create_model(name, pretrained=False, num_classes=classes)

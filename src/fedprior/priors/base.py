@@ -18,5 +18,5 @@ class Prior(Protocol):
         ...
 
     def generate(self, prompts: Sequence[str], seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
-        """Images uint8 [n, 3, H, W] of the given (H, W), unfiltered; image i is a function of prompts[i] and seeds[i]."""
+        """Images uint8 [n, 3, H, W] of this (H, W), unfiltered; image i is a function of prompts[i] and seeds[i]."""
         ...
