@@ -1,15 +1,18 @@
 """How rows are given to clients: pure functions of (labels, clients, seed, parameters).
 
 Every scheme ends after a fixed number of draws. Where clients come out smaller than `min_size`, the fewest
-rows needed move from the largest clients, deterministically; the partition says how many.
+rows needed move from the largest clients, deterministically; the partition says how many. Schemes whose point
+is which classes a client holds are not repaired: they raise UserError instead.
 """
 
 import json
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,24 +24,59 @@ DRAWS = 10  # at most; then repair
 Groups = list[np.ndarray]
 
 
-class Scheme(Protocol):
-    """One way to split, with its parameters as fields."""
+def _whole(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise UsageError(f"{key} must be a whole number of at least {least}, not {value}")
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        """Row numbers of each client."""
-        ...
+
+def _number(key: str, value: Any, most: float) -> None:
+    real = not isinstance(value, bool) and isinstance(value, int | float | np.number)
+    if not real or not 0 < float(value) <= most:
+        raise UsageError(f"{key} must be a number above 0 and at most {most:g}, e.g. 0.1, not {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Partition:
-    """Which client holds which rows. Raises UserError when a row is given twice or does not exist."""
+class Scheme(ABC):
+    """One way to split, with its parameters as fields. Raises UsageError for a value out of range."""
 
-    name: str
+    min_size: int = 1  # rows; 0 allows empty clients
+
+    partial: ClassVar[bool] = False  # may leave rows out
+    exact: ClassVar[bool] = False  # repair would give a client classes that it must not hold
+
+    def __post_init__(self) -> None:
+        _whole("partition.min_size", self.min_size, 0)
+
+    @abstractmethod
+    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
+        """Row numbers of each client, for labels int64 [n] and `clients` between 1 and n."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Skewed(Scheme):
+    """What schemes with a Dirichlet draw share."""
+
+    alpha: float = 0.5  # small: few classes a client
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _number("partition.alpha", self.alpha, most=1e6)  # sums of gamma draws overflow far above
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Partition:
+    """Which client holds which rows; two partitions are the same when their digests are.
+
+    Raises UserError when a row is given twice, does not exist, or is neither given nor counted as unused.
+    """
+
+    name: str  # of the scheme, a key of PARTITIONS
     clients: tuple[np.ndarray, ...]  # ascending row numbers int64 of each client
     rows: int  # in the data set
     seed: int
     parameters: dict[str, Any] = field(default_factory=dict)
     moved: int = 0  # rows that repair moved
+    unused: int = 0  # rows that no client holds
 
     def __post_init__(self) -> None:
         given = np.concatenate([np.empty(0, np.int64), *self.clients])
@@ -46,16 +84,15 @@ class Partition:
             raise UserError(f"the partition names rows outside 0..{self.rows - 1}; make it again for these data")
         if len(np.unique(given)) != len(given):
             raise UserError("the partition gives a row to two clients; make it again")
-
-    @property
-    def unused(self) -> int:
-        """Rows that no client holds."""
-        return self.rows - sum(map(len, self.clients))
+        if len(given) + self.unused != self.rows:
+            raise UserError(
+                f"the partition gives {len(given)} of {self.rows} rows and calls {self.unused} unused; make it again"
+            )
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over scheme, parameters, seed and every client's rows."""
-        head = json.dumps([self.name, self.rows, self.seed, self.parameters], sort_keys=True)
+        """SHA-256 over scheme, parameters, seed, counts and every client's rows."""
+        head = json.dumps([self.name, self.rows, self.seed, self.parameters, self.moved, self.unused], sort_keys=True)
         return store.digest(head, *(c.astype("<i8").tobytes() for c in self.clients))
 
     def counts(self, labels: Sequence[int] | np.ndarray, classes: int) -> np.ndarray:
@@ -63,8 +100,12 @@ class Partition:
         y = np.asarray(labels)
         return np.stack([np.bincount(y[c], minlength=classes) for c in self.clients])
 
-    def statistics(self, labels: Sequence[int] | np.ndarray, classes: int) -> dict[str, int | float]:
-        """What the split looks like; `synthetic_to_balance` is what Gen-FedSD would have to add."""
+    def statistics(self, labels: Sequence[int] | np.ndarray, classes: int) -> dict[str, Any]:
+        """What the split looks like: numbers over all clients, and lists [clients] under "per_client".
+
+        `synthetic_to_balance` is how many images Gen-FedSD's rule would add so that every client's classes
+        are all as large as its largest; `mean_largest_class` is the mean size of the latter.
+        """
         counts = self.counts(labels, classes)
         sizes, owned, largest = counts.sum(1), (counts > 0).sum(1), counts.max(1)
         return {
@@ -80,16 +121,21 @@ class Partition:
             "clients_missing_classes": int((owned < classes).sum()),
             "mean_largest_class": float(largest.mean()),
             "synthetic_to_balance": int((largest * classes - sizes).sum()),
+            "per_client": {
+                "size": sizes.tolist(),
+                "classes": owned.tolist(),
+                "largest_class": largest.tolist(),
+            },
         }
 
     def save(self, path: Path) -> None:
-        """JSON with the digest inside."""
-        body = {k: getattr(self, k) for k in ("name", "rows", "seed", "parameters", "moved", "digest")}
+        """JSON with the digest inside, written in one step."""
+        body = {k: getattr(self, k) for k in ("name", "rows", "seed", "parameters", "moved", "unused", "digest")}
         store.write_text(path, json.dumps(body | {"clients": [c.tolist() for c in self.clients]}) + "\n")
 
 
 def load(path: Path) -> Partition:
-    """A saved partition. Raises UserError when the file is missing or does not match its digest."""
+    """A saved partition. Raises UserError when the file is missing, unsound or does not match its digest."""
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         clients = tuple(np.array(c, dtype=np.int64) for c in body.pop("clients"))
@@ -97,7 +143,9 @@ def load(path: Path) -> Partition:
         found = Partition(clients=clients, **body)
     except FileNotFoundError:
         raise UserError(f"there is no partition file {path}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise UserError(f"{path} is no partition file of fedprior; make it again") from None
     if found.digest != digest:
         raise UserError(f"{path} does not match its digest, so it was changed; make it again")
@@ -107,8 +155,8 @@ def load(path: Path) -> Partition:
 def partition(name: str, labels: Any, clients: int, seed: int, **parameters: Any) -> Partition:
     """A partition by the scheme's name, e.g. partition("dirichlet", labels, 100, 0, alpha=0.1).
 
-    `labels` is [n] integers. Raises UsageError for an unknown name or parameter or a value out of range,
-    UserError when the data cannot be split so.
+    `labels` is [n] class numbers. The result is a function of the arguments alone. Raises UsageError for an
+    unknown name or parameter or a value out of range, UserError when the data cannot be split so.
     """
     if name not in PARTITIONS:
         raise unknown("partition", name, PARTITIONS)
@@ -119,42 +167,71 @@ def partition(name: str, labels: Any, clients: int, seed: int, **parameters: Any
     return split(PARTITIONS[name](**parameters), labels, clients, seed)
 
 
-def split(scheme: Any, labels: Any, clients: int, seed: int) -> Partition:
+def split(scheme: Scheme, labels: Any, clients: int, seed: int) -> Partition:
     """A partition by a scheme of PARTITIONS; see `partition`."""
-    y = np.asarray(labels).astype(np.int64)
-    name = next(n for n, cls in PARTITIONS.items() if cls is type(scheme))
-    least = scheme.min_size
-    if clients < 1:
-        raise UsageError(f"clients must be at least 1, not {clients}")
+    _whole("clients", clients, 1)
+    _whole("seed", seed, 0)
+    y = _class_numbers(labels)
     if clients > len(y):
         raise UserError(f"clients={clients} is more than the {len(y)} rows; use fewer clients")
-    best: Groups = []
-    for attempt in range(DRAWS):
-        groups = scheme.assign(y, clients, seeds.stream(seed, "partition", attempt))
-        if not best or min(map(len, groups)) > min(map(len, best)):
-            best = groups
-        if min(map(len, best)) >= least:
-            break
-    held = sum(map(len, best))
-    if least * clients > held:
+    name = next(n for n, cls in PARTITIONS.items() if cls is type(scheme))
+    # 1 and 1.0 are the same alpha, so they have the same digest
+    values = {f.name: (float if f.type is float else int)(getattr(scheme, f.name)) for f in fields(scheme)}
+    groups = _draw(scheme, y, clients, seed)
+    held, smallest = sum(map(len, groups)), min(map(len, groups))
+    if scheme.min_size * clients > held or (scheme.exact and smallest < scheme.min_size):
+        told = ", ".join(f"{k}={v}" for k, v in values.items())
         raise UserError(
-            f"{name} {asdict(scheme)} cannot give {clients} clients {least} rows each out of {held}; the smallest got "
-            f"{min(map(len, best))}; lower partition.min_size or clients"
+            f"partition={name} ({told}) cannot give clients={clients} at least {scheme.min_size} rows each out of "
+            f"{held}; in the best draw the smallest got {smallest}; lower partition.min_size or clients"
         )
-    moved = repair(best, least)
-    parts = tuple(np.sort(g).astype(np.int64) for g in best)
-    return Partition(name=name, clients=parts, rows=len(y), seed=seed, parameters=asdict(scheme), moved=moved)
+    moved = repair(groups, scheme.min_size, seeds.stream(seed, "partition", DRAWS))
+    return Partition(
+        name=name,
+        clients=tuple(np.sort(g).astype(np.int64) for g in groups),
+        rows=len(y),
+        seed=int(seed),
+        parameters=values,
+        moved=moved,
+        unused=len(y) - held if scheme.partial else 0,
+    )
 
 
-def repair(groups: Groups, least: int) -> int:
-    """Moves rows, in place, until every client has `least`; from the currently largest client to the first
-    starved one. Returns how many moved, which is the fewest possible: what was lacking."""
+def _class_numbers(labels: Any) -> np.ndarray:
+    """int64 [n]"""
+    y = np.asarray(labels)
+    if y.ndim != 1 or (len(y) and (y.dtype.kind not in "iu" or y.min() < 0)):
+        raise UserError(f"labels must be one class number 0, 1, ... a row, not {y.dtype} {list(y.shape)}")
+    return y.astype(np.int64)
+
+
+def _draw(scheme: Scheme, labels: np.ndarray, clients: int, seed: int) -> Groups:
+    """The first of at most DRAWS draws that reaches the minimum size, else the one with the fewest rows lacking."""
+    best: Groups = []
+    fewest = math.inf
+    for attempt in range(DRAWS):
+        groups = scheme.assign(labels, clients, seeds.stream(seed, "partition", attempt))
+        lacking = sum(max(0, scheme.min_size - len(g)) for g in groups)
+        if lacking < fewest:
+            best, fewest = groups, lacking
+        if not fewest:
+            break
+    return best
+
+
+def repair(groups: Groups, least: int, rng: np.random.Generator) -> int:
+    """Moves rows, in place, until every client has `least`; always from the currently largest client, any of
+    its rows alike. Returns how many moved, which is the fewest possible: what was lacking."""
     sizes = np.array([len(g) for g in groups])
+    starved = np.flatnonzero(sizes < least)
+    if len(starved):
+        # rows come class by class: without this the last class alone would move
+        groups[:] = [rng.permutation(g) for g in groups]
     moved = 0
-    for k in np.flatnonzero(sizes < least):
+    for k in starved:
         while (lack := least - sizes[k]) > 0:
             giver = int(sizes.argmax())
-            rival = int(np.partition(sizes, -2)[-2]) if len(sizes) > 1 else 0
+            rival = int(np.partition(sizes, -2)[-2])
             give = int(min(lack, max(1, sizes[giver] - rival), sizes[giver] - least))
             groups[k] = np.concatenate([groups[k], groups[giver][-give:]])
             groups[giver] = groups[giver][:-give]
@@ -170,14 +247,13 @@ def cut(rows: np.ndarray, shares: np.ndarray) -> Groups:
 
 
 def dirichlet(rng: np.random.Generator, alpha: float, n: int) -> np.ndarray:
-    """Dir(alpha) over n; where alpha is so small that every gamma draw underflows, one of the n takes all."""
-    q = rng.dirichlet(np.full(n, alpha))
-    return q if np.isfinite(q).all() and q.sum() > 0 else np.eye(n)[rng.integers(n)]
+    """Shares [n] from Dir(alpha, ..., alpha)."""
+    return rng.dirichlet(np.full(n, alpha))
 
 
 def by_class(labels: np.ndarray, rng: np.random.Generator) -> Groups:
-    """Shuffled row numbers of each class."""
-    return [rng.permutation(np.flatnonzero(labels == c)) for c in range(int(labels.max()) + 1)]
+    """Shuffled row numbers of each class that occurs."""
+    return [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
 
 
 def join(pieces: list[Groups], clients: int) -> Groups:
@@ -185,30 +261,17 @@ def join(pieces: list[Groups], clients: int) -> Groups:
     return [np.concatenate([np.empty(0, np.int64), *(p[k] for p in pieces)]) for k in range(clients)]
 
 
-def _require(ok: bool, key: str, want: str, value: object) -> None:
-    if not ok:
-        raise UsageError(f"partition.{key} must be {want}, not {value}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class Iid:
+class Iid(Scheme):
     """Shuffled rows in pieces whose sizes differ by at most one."""
-
-    min_size: int = 1
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         return np.array_split(rng.permutation(len(labels)), clients)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dirichlet:
+class Dirichlet(_Skewed):
     """Per class: each class is cut over the clients by Dir(alpha), sizes as they come (NID1 of FedDifRC's paper)."""
-
-    alpha: float = 0.5
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        _require(0 < self.alpha < float("inf"), "alpha", "a number above 0, e.g. 0.1", self.alpha)
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         pieces = [cut(rows, dirichlet(rng, self.alpha, clients)) for rows in by_class(labels, rng)]
@@ -216,17 +279,14 @@ class Dirichlet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirichletBalanced:
+class DirichletBalanced(_Skewed):
     """Per class with a balance cap: a client that holds its equal share of rows gets none of the further classes.
 
-    This is FedZoo-Bench's `niid-labeldir`, which Gen-FedSD used, and that of NIID-Bench and MOON.
+    This is FedZoo-Bench's `niid-labeldir`, which Gen-FedSD used, and that of NIID-Bench and MOON. FedZoo draws
+    until every client has 15 rows, which for small alpha takes forever; here repair follows after DRAWS draws.
     """
 
-    alpha: float = 0.5
     min_size: int = 15
-
-    def __post_init__(self) -> None:
-        _require(0 < self.alpha < float("inf"), "alpha", "a number above 0, e.g. 0.1", self.alpha)
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         return capped(by_class(labels, rng), clients, len(labels) / clients, self.alpha, rng)
@@ -247,27 +307,24 @@ def capped(classes: Groups, clients: int, cap: float, alpha: float, rng: np.rand
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirichletClient:
-    """Per client: equal sizes, each client's class mix from Dir(alpha), renormalised over classes that are left."""
+class DirichletClient(_Skewed):
+    """Per client: equal sizes, each client's class mix from Dir(alpha), renormalised over classes that are left.
 
-    alpha: float = 0.5
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        _require(0 < self.alpha < float("inf"), "alpha", "a number above 0, e.g. 0.1", self.alpha)
+    The form of Hsu et al. (2019, arXiv:1909.06335) and TensorFlow Federated.
+    """
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         stock = by_class(labels, rng)
         left = np.array([len(s) for s in stock])
         mixes = np.stack([dirichlet(rng, self.alpha, len(stock)) for _ in range(clients)])
         goals = [len(part) for part in np.array_split(labels, clients)]
-        groups = []
+        groups: Groups = [labels[:0]] * clients
+        # those who choose last take what is left, so who that is falls by lot
         for k in rng.permutation(clients):
-            take = self.draw(mixes[k], left, goals[k], rng)
-            ends = left - take
-            groups.append((k, np.concatenate([s[e:n] for s, e, n in zip(stock, ends, left, strict=True)])))
+            ends = left - self.draw(mixes[k], left, goals[k], rng)
+            groups[k] = np.concatenate([s[e:n] for s, e, n in zip(stock, ends, left, strict=True)])
             left = ends
-        return [rows for _, rows in sorted(groups, key=lambda pair: int(pair[0]))]
+        return groups
 
     @staticmethod
     def draw(mix: np.ndarray, left: np.ndarray, goal: int, rng: np.random.Generator) -> np.ndarray:
@@ -277,22 +334,20 @@ class DirichletClient:
             free = left - take
             q = mix * (free > 0)
             q = q / q.sum() if q.sum() > 0 else (free > 0) / (free > 0).sum()
-            take = take + np.minimum(rng.multinomial(lack, q / q.sum()), free)
+            take = take + np.minimum(rng.multinomial(lack, q), free)
         return take
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nid1Official:
+class Nid1Official(_Skewed):
     """The split of FedDifRC's released code: Dir(alpha) with a cap inside groups of `group` clients, all joined and
     cut again into equal pieces. Neighbours mix, so it is milder than `dirichlet` at the same alpha."""
 
-    alpha: float = 0.5
     group: int = 5
-    min_size: int = 1
 
     def __post_init__(self) -> None:
-        _require(0 < self.alpha < float("inf"), "alpha", "a number above 0, e.g. 0.1", self.alpha)
-        _require(self.group >= 1, "group", "at least 1", self.group)
+        super().__post_init__()
+        _whole("partition.group", self.group, 1)
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         order: Groups = []
@@ -303,9 +358,9 @@ class Nid1Official:
     def one_group(self, labels: np.ndarray, rows: np.ndarray, rng: np.random.Generator) -> Groups:
         """Drawn again, at most DRAWS times, until the smallest has half the average; else the most even draw."""
         mean = len(rows) / self.group
+        classes = [rows[labels[rows] == c] for c in np.unique(labels)]
         best: Groups = []
         for _ in range(DRAWS):
-            classes = [rows[labels[rows] == c] for c in range(int(labels.max()) + 1)]
             parts = capped(classes, self.group, mean, self.alpha, rng)
             if not best or min(map(len, parts)) > min(map(len, best)):
                 best = parts
@@ -315,42 +370,56 @@ class Nid1Official:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nid2:
+class Nid2(Scheme):
     """Some clients hold one class each, the others all; those who hold a class share it equally.
 
     FedDifRC's paper does not define its NID2; this is our reading: 6 of 10 clients with one class and 4 with
-    all. With another number of clients the two kinds keep their proportion.
+    all. With another number of clients the default 6 and 4 are a proportion; other values are counts. The
+    clients with one class come first.
     """
 
     n_single: int = 6
     n_full: int = 4
-    min_size: int = 1
+
+    exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require(self.n_single >= 0, "n_single", "at least 0", self.n_single)
-        _require(self.n_full >= 1, "n_full", "at least 1", self.n_full)
+        super().__post_init__()
+        _whole("partition.n_single", self.n_single, 0)
+        _whole("partition.n_full", self.n_full, 1)  # else a class could be left without a client
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        single = min(clients - 1, round(clients * self.n_single / (self.n_single + self.n_full)))
+        single = self.singles(clients)
         stock = by_class(labels, rng)
         owner = rng.permutation(len(stock))[np.arange(single) % len(stock)]  # the class of each single client
         pieces: list[Groups] = []
         for c, rows in enumerate(stock):
-            holders = [*np.flatnonzero(owner == c), *range(single, clients)]
+            # the first holders get the odd rows, so the full ones take turns
+            holders = [*np.flatnonzero(owner == c), *rng.permutation(np.arange(single, clients))]
             parts = dict(zip(holders, np.array_split(rows, len(holders)), strict=True))
             pieces.append([parts.get(k, rows[:0]) for k in range(clients)])
         return join(pieces, clients)
 
+    def singles(self, clients: int) -> int:
+        """How many clients hold one class."""
+        both = self.n_single + self.n_full
+        if (self.n_single, self.n_full) != (Nid2.n_single, Nid2.n_full) and both != clients:
+            raise UsageError(
+                f"partition.n_single={self.n_single} and partition.n_full={self.n_full} make {both} clients, not "
+                f"clients={clients}; make them add up, or leave both out for 6 of 10"
+            )
+        return min(clients - 1, round(clients * self.n_single / both))
+
 
 @dataclass(frozen=True, kw_only=True)
-class Shards:
+class Shards(Scheme):
     """Rows sorted by class and cut into clients x per_client shards, dealt at random (McMahan et al., 2017)."""
 
     per_client: int = 2
-    min_size: int = 1
 
     def __post_init__(self) -> None:
-        _require(self.per_client >= 1, "per_client", "at least 1", self.per_client)
+        super().__post_init__()
+        _whole("partition.per_client", self.per_client, 1)
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         order = np.concatenate(by_class(labels, rng))
@@ -360,57 +429,60 @@ class Shards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pathological:
-    """Every client holds exactly `k` classes, every class goes to as many clients as any other (within one)."""
+class Pathological(Scheme):
+    """Exactly k classes a client; who holds a class shares it equally, and classes have as many holders each,
+    give or take one. A class stays unused only where clients x k is less than the number of classes."""
 
     k: int = 2
-    min_size: int = 1
+
+    partial: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require(self.k >= 1, "k", "at least 1", self.k)
+        super().__post_init__()
+        _whole("partition.k", self.k, 1)
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         stock = by_class(labels, rng)
         if self.k > len(stock):
             raise UsageError(f"partition.k={self.k} is more than the {len(stock)} classes; use at most {len(stock)}")
-        taken = np.zeros(len(stock), dtype=np.int64)
+        holders = np.zeros(len(stock), dtype=np.int64)
         hands = []
         for _ in range(clients):
-            hand = np.lexsort((rng.random(len(stock)), taken))[: self.k]  # the least used ones, ties by lot
-            taken[hand] += 1
+            hand = np.lexsort((rng.random(len(stock)), holders))[: self.k]  # the least held ones, ties by lot
+            holders[hand] += 1
             hands.append(hand)
-        pieces = [list(np.array_split(s, max(1, int(t)))) for s, t in zip(stock, taken, strict=True)]
+        for c, rows in enumerate(stock):
+            if len(rows) < holders[c]:
+                raise UserError(
+                    f"partition=pathological with partition.k={self.k} and clients={clients} gives class "
+                    f"{labels[rows[0]]} to {holders[c]} clients, but it has only {len(rows)} rows; lower partition.k "
+                    "or clients"
+                )
+        pieces = [list(np.array_split(s, max(1, n))) for s, n in zip(stock, holders.tolist(), strict=True)]
         return [np.concatenate([pieces[c].pop() for c in hand]) for hand in hands]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """Sizes from Dir(alpha), class mix alike."""
-
-    alpha: float = 0.5
-    min_size: int = 1
-
-    def __post_init__(self) -> None:
-        _require(0 < self.alpha < float("inf"), "alpha", "a number above 0, e.g. 0.1", self.alpha)
+class Quantity(_Skewed):
+    """Sizes from Dir(alpha), class mix alike (NIID-Bench's quantity skew)."""
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         return cut(rng.permutation(len(labels)), dirichlet(rng, self.alpha, clients))
 
 
 @dataclass(frozen=True, kw_only=True)
-class LongTail:
-    """Class c keeps n_max x imbalance^(c / (C - 1)) rows, n_max = rows / C; then Dir(alpha) per class.
-
-    imbalance is the smallest class over the largest, as in FedDifRC's code; 1 keeps all.
-    """
+class LongTail(_Skewed):
+    """Class c keeps n_max x imbalance^(c / (C - 1)) rows, n_max = rows / C, C the classes that occur; then Dir(alpha)
+    per class. imbalance is the smallest class over the largest, as in FedDifRC's code; 1 keeps all."""
 
     imbalance: float = 0.1
-    alpha: float = 0.5
-    min_size: int = 1
+
+    partial: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require(0 < self.imbalance <= 1, "imbalance", "above 0 and at most 1", self.imbalance)
-        _require(0 < self.alpha < float("inf"), "alpha", "a number above 0, e.g. 0.1", self.alpha)
+        super().__post_init__()
+        _number("partition.imbalance", self.imbalance, most=1)
 
     def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
         classes = by_class(labels, rng)
@@ -424,7 +496,7 @@ def long_tail(rows: int, classes: int, imbalance: float) -> list[int]:
     return [int(rows / classes * imbalance ** (c / max(1, classes - 1))) for c in range(classes)]
 
 
-PARTITIONS: dict[str, Any] = {
+PARTITIONS: dict[str, Any] = {  # classes of Scheme; their parameters differ, so no type says more
     "iid": Iid,
     "dirichlet": Dirichlet,
     "dirichlet_balanced": DirichletBalanced,

@@ -1,0 +1,1 @@
+"""One run, or several beside each other, as one offline page."""

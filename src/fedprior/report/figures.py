@@ -1,207 +1,332 @@
-"""Figures as inline SVG, or PNG where they hold photographs. The same numbers give the same bytes."""
+"""Figures as inline SVG, and images as PNG inside the page. The same numbers give the same bytes."""
 
 import base64
 import io
+import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from .summary import Arm, evaluated, megabytes
 
-COLOURS = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#CC79A7",
-    "#E69F00",
-    "#56B4E9",
-    "#000000",
-    "#999999",
-)  # Okabe-Ito
+# Okabe and Ito's palette, told apart with every common colour blindness; yellow is left out as too faint on white.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
-REAL, SYNTHETIC = "#4C566A", "#E69F00"
-FEW_CLASSES = 20
+REAL, SYNTHETIC = "#33415C", "#F0A830"
+COUNTS = LinearSegmentedColormap.from_list("counts", ["#FFFFFF", "#BBD7EA", "#4A93C4", "#0A4A7F", "#06233F"])
+FEW_CLASSES = 20  # more are drawn without their names
+FEW_CLIENTS = 40  # more are drawn as a heat map
+WIDTH = 4.8  # inches of a panel: two side by side on a desk, one on a phone, legible on both
+SHOWN = 8  # images of a class
+TILE = 48  # pixels of the side to which a small image is enlarged
+STRIP = 400  # pixels of a row of images
+LARGEST = 64  # pixels of an image's side on the page
+PIXELS = 500_000  # of all images on the page: about 1.5 MB
 STYLE = {
-    "svg.hashsalt": "fedprior",
-    "svg.fonttype": "path",
-    "font.size": 10,
+    "svg.fonttype": "none",  # text stays text: it can be found and copied, and takes the reader's own font
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib and is wide, so the reader's font fits as well
+    "text.parse_math": False,  # a dollar sign in a class name begins no formula
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.labelsize": 10.5,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#E3E6EB",
+    "grid.color": "#E6E9EF",
     "axes.axisbelow": True,
-    "axes.edgecolor": "#8A93A3",
-    "axes.labelcolor": "#2B3038",
-    "text.color": "#2B3038",
+    "axes.edgecolor": "#9AA3B2",
+    "axes.labelcolor": "#3A4252",
+    "axes.titlecolor": "#1D2129",
+    "text.color": "#1D2129",
     "xtick.color": "#4A5260",
     "ytick.color": "#4A5260",
 }
 
 
 class Figure(NamedTuple):
-    title: str
-    html: str  # an <svg> or <img> element with its description
+    panels: list[str]  # <svg> elements, each with its description
     caption: str
-    wide: bool = True  # whether it needs the whole width of the page
 
 
-def draw(width: float, height: float, paint: Callable[[Canvas], None], alt: str) -> str:
-    """An <svg> element; `paint` fills a canvas of this size in inches."""
-    with matplotlib.rc_context(STYLE):
-        canvas = Canvas(figsize=(width, height), layout="constrained")
+class Strip(NamedTuple):
+    """Images of one class side by side."""
+
+    source: str  # a PNG as data URI
+    width: int  # pixels on the page
+    height: int
+    enlarged: bool
+    alt: str
+
+
+class Pictures(NamedTuple):
+    rows: list[tuple[str, list[tuple[str, Strip | None]]]]  # class name, (kind, images) for each kind
+    caption: str
+
+
+def colour(i: int) -> str:
+    """The colour of the i-th arm in every figure."""
+    return COLOURS[i % len(COLOURS)]
+
+
+def draw(height: float, paint: Callable[[Canvas], None], alt: str) -> str:
+    """An <svg> element as wide as a panel; `paint` fills a canvas of this height in inches."""
+    # The salt makes the ids of two figures on one page differ, and those of two calls agree.
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": alt}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # the reader's font draws the text
+        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
         paint(canvas)
         out = io.StringIO()
-        canvas.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns:(xlink|rdf|dc|cc)="[^"]*"', lambda m: m[0] if m[1] == "xlink" else "", svg)
-    label = alt.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+        canvas.savefig(out, format="svg", transparent=True)
+    return inline(out.getvalue(), alt)
+
+
+def inline(svg: str, alt: str) -> str:
+    """A stand-alone SVG document made part of an HTML page: no namespaces, no date, no ids that nothing refers to."""
+    svg = svg[svg.index("<svg") :].rstrip()
+    svg = re.sub(r"\s*<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
+    svg = re.sub(r"""(<text style="[^"]*)'DejaVu Sans'""", r"\1system-ui", svg)
+    svg = re.sub(r' (?:d|x|y|transform|width|height)="[^"]*"', lambda m: short(m[0]), svg)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
+
+
+def short(attribute: str) -> str:
+    """Coordinates with two decimals: a hundredth of a point cannot be seen."""
+    return re.sub(r"\d+\.\d{3,}", lambda m: f"{float(m[0]):.2f}", attribute)
 
 
 def distribution(before: np.ndarray, after: np.ndarray | None, classes: Sequence[str]) -> Figure:
-    """Rows of each class at each client, before and after the prior's images (Gen-FedSD, Fig. 2)."""
-    stages = [("real rows", before)] + ([("real and synthetic rows", after)] if after is not None else [])
-    few = len(classes) <= FEW_CLASSES
-    top = max(int(rows.max()) for _, rows in stages) or 1
-    clients = len(before)
+    """Rows of each class at each client, before and after the prior's images (Gen-FedSD, Fig. 2).
 
-    def paint(canvas: Canvas) -> None:
-        axes = canvas.subplots(1, len(stages), sharey=True, squeeze=False)[0]
-        for ax, (name, rows) in zip(axes, stages, strict=True):
-            ax.set_title(name, fontsize=11)
+    `before` and `after` int64 [clients, classes].
+    """
+    top = max(int(before.max()), int(after.max()) if after is not None else 0, 1)
+    stages = [("real rows", before)] + ([("real and synthetic rows", after)] if after is not None else [])
+    few = len(classes) <= FEW_CLASSES and len(before) <= FEW_CLIENTS
+    names = 5.5 * max(map(len, classes))  # points that the class names take
+    widest = min(0.9 * (72 * WIDTH - 40 - names) / len(before), 17.0)  # so that neighbours do not overlap
+    panels = []
+    for title, rows in stages:
+
+        def fill(canvas: Canvas, title: str = title, rows: np.ndarray = rows) -> None:
+            ax = canvas.subplots()
+            if few:
+                bubbles(ax, before, rows, widest**2 / top)
+            else:
+                heat(ax, rows, top)
+            ax.set_title(title.capitalize(), loc="left", fontweight="bold")
             ax.set_xlabel("client")
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if few and clients <= 40:
-                x, y = np.meshgrid(np.arange(clients), np.arange(len(classes)), indexing="ij")
-                size = 260 / max(1, clients / 14) * rows / top
-                extra = rows - before
-                ax.scatter(x, y, s=size, c=np.where(extra > 0, SYNTHETIC, REAL).ravel(), linewidths=0)
-                ax.set_xlim(-1, clients)
-            else:
-                ax.imshow(rows.T, aspect="auto", cmap="cividis", vmin=0, vmax=top, interpolation="nearest")
-                ax.grid(visible=False)
-            ax.invert_yaxis()
-            if few:
-                ax.set_yticks(range(len(classes)), classes)
-            else:
-                ax.set_ylabel("class")
-        if few:
-            axes[0].set_ylim(len(classes) - 0.4, -0.6)
+            ax.set_xlim(-0.7, len(rows) - 0.3)
+            ax.set_ylim(len(classes) - 0.4, -0.6)
+            name_classes(ax, classes)
 
-    alt = f"Class counts of {clients} clients: {describe_rows(before)} among real rows"
-    alt += f"; {describe_rows(after)} with synthetic rows." if after is not None else "."
-    marks = "The area of a dot is the number of rows; orange: some are synthetic." if few else "Bright: many rows."
-    return Figure("Who holds what", draw(10, 1.4 + 0.24 * min(len(classes), 24), paint, alt), marks)
+        owned = (rows > 0).sum(1)
+        alt = (
+            f"{title.capitalize()} of {len(classes)} classes at {len(rows)} clients: {int(rows.sum())} in all, "
+            f"{owned.mean():.1f} classes a client on average, from {owned.min()} to {owned.max()}."
+        )
+        panels.append(draw(1.0 + 0.25 * min(max(len(classes), 4), 20), fill, alt))
+    if not few:
+        return Figure(panels, "The darker, the more rows; white: none. The scale is that of a square root.")
+    mixed = " Dark: real. Orange: added by the prior." if after is not None else ""
+    return Figure(panels, f"The area of a dot is the number of rows; the largest stands for {top:,}.{mixed}")
 
 
-def describe_rows(rows: np.ndarray) -> str:
-    return f"{(rows > 0).sum(1).mean():.1f} classes a client on average"
+def bubbles(ax: Axes, real: np.ndarray, rows: np.ndarray, area: float) -> None:
+    """A dot a client and class: all its rows as area, in square points a row, the real ones as a dark dot inside."""
+    for counts, shade in ((np.where(rows > real, rows, 0), SYNTHETIC), (real, REAL)):
+        x, y = np.nonzero(counts)
+        ax.scatter(x, y, s=np.maximum(area * counts[x, y], 1.5), c=shade, linewidths=0)
 
 
-def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str, title: str) -> Figure:
-    """Accuracy against rounds or megabytes: the mean line over seeds, and a band from lowest to highest."""
-
-    def paint(canvas: Canvas) -> None:
-        ax = canvas.subplots()
-        for i, arm in enumerate(arms):
-            lines = [evaluated(c) for c in arm.curves]
-            n = min(len(line) for line in lines)
-            xs = [x(point) for point in lines[0][:n]]
-            ys = 100 * np.array([[point["accuracy"] for point in line[:n]] for line in lines])
-            colour, style = COLOURS[i % len(COLOURS)], STYLES[i % len(STYLES)]
-            ax.plot(xs, ys.mean(0), color=colour, linestyle=style, linewidth=2, label=arm.name)
-            if len(lines) > 1:
-                ax.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.18, linewidth=0)
-        ax.set_xlabel(label)
-        ax.set_ylabel("test accuracy (%)")
-        ax.set_ylim(0, 100)
-        ax.margins(x=0.01)
-        ax.legend(frameon=False, loc="lower right")
-
-    ends = ", ".join(f"{arm.name} ends at {final(arm):.1f} %" for arm in arms if any(evaluated(c) for c in arm.curves))
-    alt = f"Line chart of test accuracy against {label}: {ends}."
-    return Figure(title, draw(5.6, 4.0, paint, alt), "Line: mean over seeds. Band: lowest to highest seed.", wide=False)
-
-
-def final(arm: Arm) -> float:
-    return 100 * float(np.mean([evaluated(c)[-1]["accuracy"] for c in arm.curves if evaluated(c)]))
-
-
-def against_rounds(arms: Sequence[Arm]) -> Figure:
-    return curves(arms, lambda line: line["round"], "round", "Accuracy against rounds")
-
-
-def against_megabytes(arms: Sequence[Arm]) -> Figure:
-    return curves(arms, megabytes, "MB sent, up and down", "Accuracy against traffic")
-
-
-def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
-    """Accuracy of each class at the last evaluation, mean over seeds."""
-    tables = []
-    for arm in arms:
-        ends = [evaluated(c)[-1]["per_class"] for c in arm.curves if evaluated(c)]
-        tables.append(np.nanmean(np.array([[np.nan if v is None else v for v in e] for e in ends]), axis=0))
-
-    def paint(canvas: Canvas) -> None:
-        ax = canvas.subplots()
-        wide = 0.8 / len(arms)
-        for i, (arm, values) in enumerate(zip(arms, tables, strict=True)):
-            at = np.arange(len(classes)) + (i - (len(arms) - 1) / 2) * wide
-            ax.bar(at, 100 * values, wide, color=COLOURS[i % len(COLOURS)], label=arm.name)
-        ax.set_ylabel("test accuracy (%)")
-        ax.set_ylim(0, 100)
-        ax.grid(visible=False, axis="x")
-        name_classes(ax, classes)
-        canvas.legend(frameon=False, loc="outside upper right", ncols=len(arms))
-
-    alt = "Bar chart of the accuracy of each class: " + "; ".join(
-        f"{arm.name} from {100 * np.nanmin(v):.0f} % to {100 * np.nanmax(v):.0f} %"
-        for arm, v in zip(arms, tables, strict=True)
-    )
-    return Figure("Accuracy by class", draw(10, 3.4, paint, alt + "."), "At the last round, mean over seeds.")
+def heat(ax: Axes, rows: np.ndarray, top: int) -> None:
+    """A cell a client and class, darker the more rows."""
+    shown = ax.imshow(rows.T, aspect="auto", cmap=COUNTS, norm=PowerNorm(0.5, 0, top), interpolation="nearest")
+    ax.grid(visible=False)
+    bar = ax.figure.colorbar(shown, ax=ax, shrink=0.9, pad=0.02, aspect=28)
+    bar.set_ticks(sorted({0, round(top / 16), round(top / 4), top}))
+    bar.outline.set_visible(False)
 
 
 def name_classes(ax: Axes, classes: Sequence[str]) -> None:
+    """Class names on the vertical axis, or numbers where there are too many to read."""
     if len(classes) <= FEW_CLASSES:
-        ax.set_xticks(range(len(classes)), classes, rotation=0 if len(classes) <= 10 else 45)
+        ax.set_yticks(range(len(classes)), classes)
+        ax.tick_params(axis="y", length=0)
     else:
-        ax.set_xlabel("class")
+        ax.set_ylabel("class")
 
 
-def pictures(real: dict[str, np.ndarray], synthetic: dict[str, np.ndarray], classes: Sequence[str]) -> Figure:
-    """Real and synthetic images of each class, enlarged without smoothing."""
-    shown = [name for name in classes if name in synthetic or name in real][:FEW_CLASSES]
-    sides = [part for part in (real, synthetic) if part]
-    side = next(iter(sides[0].values())).shape[-1]
-    scale = max(1, round(44 / side))
-    cell, label, gap = side * scale, 130, 4
-    columns = [max((len(v) for v in part.values()), default=0) for part in sides]
-    width = label + sum(c * (cell + gap) + 24 for c in columns)
-    sheet = Image.new("RGB", (width, 26 + len(shown) * (cell + gap)), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=14)
-    heads = ["real", "from the prior"] if len(sides) == 2 else ["real" if sides[0] is real else "from the prior"]
-    left = label
-    for part, head, count in zip(sides, heads, columns, strict=True):
-        pen.text((left, 4), head, fill="#2B3038", font=font)
-        for r, name in enumerate(shown):
-            top = 26 + r * (cell + gap)
-            pen.text((4, top + cell // 2 - 9), name, fill="#2B3038", font=font)
-            for c, image in enumerate(part.get(name, ())):
-                tile = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0)))
-                sheet.paste(tile.resize((cell, cell), Image.Resampling.NEAREST), (left + c * (cell + gap), top))
-        left += count * (cell + gap) + 24
+def training(arms: Sequence[Arm]) -> Figure:
+    """Accuracy against rounds and, where anything was sent, against megabytes. Every curve has evaluations."""
+    panels = [curves(arms, lambda line: float(line["round"]), "round")]
+    if any(megabytes(curve[-1]) for arm in arms for curve in arm.curves):
+        panels.append(curves(arms, megabytes, "MB sent, up and down"))
+    several = any(len(arm.curves) > 1 for arm in arms)
+    caption = "Global test accuracy."
+    return Figure(panels, caption + (" Line: mean over seeds; band: lowest to highest seed." if several else ""))
+
+
+def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str) -> str:
+    """One line an arm, the mean over its seeds, and a band from the lowest to the highest seed."""
+    lines = [series(arm, x) for arm in arms]
+
+    def paint(canvas: Canvas) -> None:
+        ax = canvas.subplots()
+        for i, (arm, (xs, ys)) in enumerate(zip(arms, lines, strict=True)):
+            dot = "o" if len(xs) == 1 else ""
+            style = STYLES[i % len(STYLES)]
+            ax.plot(xs, ys.mean(0), color=colour(i), linestyle=style, marker=dot, linewidth=2, label=arm.name)
+            if len(ys) > 1:
+                ax.fill_between(xs, ys.min(0), ys.max(0), color=colour(i), alpha=0.16, linewidth=0)
+        ax.set_xlabel(label)
+        ax.set_ylabel("test accuracy (%)")
+        ax.set_ylim(0, 102)  # a line at 100 % is drawn in full
+        ax.margins(x=0.02)
+        ax.set_xlim(left=0)
+        ax.xaxis.set_major_locator(MaxNLocator(6, integer=label == "round"))
+        legend(canvas, ax, arms)
+
+    ends = ", ".join(f"{arm.name} ends at {ys[:, -1].mean():.1f} %" for arm, (_, ys) in zip(arms, lines, strict=True))
+    return draw(3.3 + legend_height(arms), paint, f"Line chart of test accuracy against {label}: {ends}.")
+
+
+def series(arm: Arm, x: Callable[[dict[str, Any]], float]) -> tuple[np.ndarray, np.ndarray]:
+    """-> (mean x [n], accuracies in percent [seeds, n]) at the n rounds that all seeds evaluated."""
+    by_round = [{line["round"]: line for line in evaluated(curve)} for curve in arm.curves]
+    rounds = [r for r in by_round[0] if all(r in lines for lines in by_round)]
+    xs = np.array([[x(lines[r]) for r in rounds] for lines in by_round]).mean(0)
+    return xs, 100 * np.array([[lines[r]["accuracy"] for r in rounds] for lines in by_round])
+
+
+def legend(canvas: Canvas, ax: Axes, arms: Sequence[Arm]) -> None:
+    """Names of the arms above the axes, where they hide nothing."""
+    handles, names = ax.get_legend_handles_labels()
+    canvas.legend(handles, names, frameon=False, loc="outside upper left", ncols=legend_columns(arms))
+
+
+def legend_columns(arms: Sequence[Arm]) -> int:
+    return 2 if max(len(arm.name) for arm in arms) < 22 else 1
+
+
+def legend_height(arms: Sequence[Arm]) -> float:
+    """Inches that the names of the arms take."""
+    return 0.24 * math.ceil(len(arms) / legend_columns(arms))
+
+
+def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
+    """Accuracy of each class at the last evaluation, mean over seeds; of many classes, sorted by accuracy."""
+    means = [class_means(arm) for arm in arms]
+    few = len(classes) <= FEW_CLASSES
+    each = 0.8 / len(arms)
+
+    def bars(canvas: Canvas) -> None:
+        ax = canvas.subplots()
+        for i, (arm, values) in enumerate(zip(arms, means, strict=True)):
+            at = np.arange(len(classes)) + (i - (len(arms) - 1) / 2) * each
+            ax.barh(at, values, each, color=colour(i), label=arm.name)
+        ax.set_ylim(len(classes) - 0.4, -0.6)
+        ax.set_xlim(0, 100)
+        ax.set_xlabel("test accuracy (%)")
+        ax.grid(visible=False, axis="y")
+        name_classes(ax, classes)
+        legend(canvas, ax, arms)
+
+    def ranks(canvas: Canvas) -> None:
+        ax = canvas.subplots()
+        for i, (arm, values) in enumerate(zip(arms, means, strict=True)):
+            known = np.sort(values[~np.isnan(values)])
+            style = STYLES[i % len(STYLES)]
+            at = np.arange(1, len(known) + 1)
+            ax.plot(at, known, color=colour(i), linestyle=style, linewidth=2, drawstyle="steps-mid", label=arm.name)
+        ax.set_ylim(0, 102)  # a line at 100 % is drawn in full
+        ax.margins(x=0.02)
+        ax.set_xlabel("classes, from worst to best")
+        ax.set_ylabel("test accuracy (%)")
+        legend(canvas, ax, arms)
+
+    spans = "; ".join(f"{arm.name} {span(values, classes)}" for arm, values in zip(arms, means, strict=True))
+    alt = f"Accuracy of each of {len(classes)} classes: {spans}."
+    mean = " Mean over seeds." if any(len(arm.curves) > 1 for arm in arms) else ""
+    if few:
+        height = 0.75 + legend_height(arms) + len(classes) * (0.14 + 0.13 * len(arms))
+        return Figure([draw(height, bars, alt)], f"At the last evaluated round.{mean}")
+    return Figure(
+        [draw(3.3 + legend_height(arms), ranks, alt)],
+        f"At the last evaluated round; each setting sorts its own classes.{mean}",
+    )
+
+
+def class_means(arm: Arm) -> np.ndarray:
+    """Percent [classes] at the last evaluation, mean over seeds; NaN where the test set lacks a class."""
+    ends = [evaluated(curve)[-1]["per_class"] for curve in arm.curves]
+    rates = np.array([[np.nan if v is None else v for v in end] for end in ends], dtype=float)
+    return np.asarray(100 * rates.mean(0))
+
+
+def span(values: np.ndarray, classes: Sequence[str]) -> str:
+    """The worst and the best class in words."""
+    if np.isnan(values).all():
+        return "not known"
+    low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
+    return f"from {values[low]:.0f} % ({classes[low]}) to {values[high]:.0f} % ({classes[high]})"
+
+
+def pictures(real: dict[str, np.ndarray], synthetic: dict[str, np.ndarray], classes: Sequence[str]) -> Pictures | None:
+    """Real images of each class beside those from the prior, uint8 [n, 3, H, W] each; None where there are none."""
+    kinds = [(kind, part) for kind, part in (("real", real), ("from the prior", synthetic)) if part]
+    there = [name for name in classes if any(name in part for _, part in kinds)]
+    if not there:
+        return None
+    names = there[:FEW_CLASSES]
+    own = max(next(iter(kinds[0][1].values())).shape[-2:])
+    side = min(own, LARGEST)
+    fit = STRIP // (side * enlargement(side))
+    many = max(1, min(SHOWN, fit, PIXELS // (side**2 * len(names) * len(kinds))))
+    rows: list[tuple[str, list[tuple[str, Strip | None]]]] = [
+        (name, [(kind, strip(part[name][:many], f"{name}, {kind}") if name in part else None) for kind, part in kinds])
+        for name in names
+    ]
+    left = f" The first {len(names)} of {len(there)} classes." if len(names) < len(there) else ""
+    scale = f"Enlarged {enlargement(side)} times without smoothing." if enlargement(side) > 1 else "At their own size."
+    return Pictures(rows, (f"Reduced to {LARGEST} pixels." if own > LARGEST else scale) + left)
+
+
+def strip(images: np.ndarray, alt: str) -> Strip:
+    """Images uint8 [n, 3, H, W] side by side at their own size, at most LARGEST; the page enlarges small ones."""
+    tiles = [Image.fromarray(np.ascontiguousarray(x.transpose(1, 2, 0))) for x in images]
+    for tile in tiles:
+        tile.thumbnail((LARGEST, LARGEST))
+    width, height = tiles[0].size
+    scale = enlargement(max(width, height))
+    gap = max(1, round(4 / scale))
+    sheet = Image.new("RGB", (len(tiles) * (width + gap) - gap, height), "white")
+    for i, tile in enumerate(tiles):
+        sheet.paste(tile, (i * (width + gap), 0))
     out = io.BytesIO()
     sheet.save(out, format="PNG", optimize=True)
-    data = base64.b64encode(out.getvalue()).decode()
-    alt = f"Image grid, one row a class: {' and '.join(heads)} images of {len(shown)} classes."
-    tag = f'<img alt="{alt}" width="{width}" height="{sheet.height}" src="data:image/png;base64,{data}">'
-    return Figure("What the images look like", tag, "Enlarged without smoothing.")
+    source = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+    shown = f"{alt}: {len(tiles)} image{'s' if len(tiles) > 1 else ''}"
+    return Strip(source, sheet.width * scale, sheet.height * scale, scale > 1, shown)
+
+
+def enlargement(side: int) -> int:
+    """The whole factor that brings a side of this many pixels near TILE."""
+    return max(1, round(TILE / side))

@@ -1,4 +1,4 @@
-"""The numbers of a report: pure functions over the lines of metrics.jsonl."""
+"""The numbers and sentences of a report: pure functions over the lines of metrics.jsonl."""
 
 import math
 import statistics
@@ -10,9 +10,11 @@ import numpy as np
 
 from ..traffic import MB
 
-LAST = 10  # evaluations that the headline averages
+LAST = 10  # evaluated rounds that the headline averages
+FAR = 3  # combined standard deviations from which a difference is called far outside the spread
 
 Curve = list[dict[str, Any]]
+"""The lines of one run's metrics.jsonl, one a round; accuracies are in [0, 1], None where nothing was evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +22,12 @@ class Arm:
     """One setting, over one or several seeds."""
 
     name: str
-    curves: list[Curve]  # one a seed: the lines of metrics.jsonl
+    curves: list[Curve]  # one a seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportData:
-    """All that a report shows."""
+    """All that a report shows. The first arm is the one that the others are compared with."""
 
     title: str
     arms: list[Arm]
@@ -80,21 +82,41 @@ def across_seeds(values: Sequence[float | None]) -> tuple[float | None, float | 
     return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None
 
 
+def score(arm: Arm) -> tuple[float | None, float | None]:
+    """The arm's headline: mean and sample standard deviation over seeds of the mean of the last ten evaluations."""
+    return across_seeds([headline(curve)["mean_last10"] for curve in arm.curves])
+
+
 def percent(mean: float | None, spread: float | None = None) -> str:
+    """E.g. "95.1 % ± 0.2"; a dash where there is no number."""
     if mean is None:
         return "–"
     return f"{100 * mean:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
 
 
+def window(arms: Sequence[Arm]) -> int:
+    """How many evaluated rounds the headline averages: ten, or fewer where no run has as many."""
+    return min(LAST, max(len(evaluated(curve)) for arm in arms for curve in arm.curves))
+
+
+def seeds(arms: Sequence[Arm]) -> str:
+    """E.g. "one seed", "3 seeds" or "1 to 3 seeds"."""
+    few, many = min(len(arm.curves) for arm in arms), max(len(arm.curves) for arm in arms)
+    if many == 1:
+        return "one seed"
+    return f"{many} seeds" if few == many else f"{few} to {many} seeds"
+
+
 def comparison(arms: Sequence[Arm], target: float | None) -> list[dict[str, str]]:
     """One row an arm, ready to print; the keys are the column heads."""
     rows = []
+    head = f"mean of last {window(arms)}"
     for arm in arms:
         heads = [headline(c) for c in arm.curves]
         spread = {k: percent(*across_seeds([h[k] for h in heads])) for k in ("mean_last10", "last", "best")}
         row = {
             "setting": arm.name,
-            "mean of last 10": spread["mean_last10"],
+            head: spread["mean_last10"],
             "last": spread["last"],
             "best (optimistic)": spread["best"],
             "seeds": str(len(arm.curves)),
@@ -114,41 +136,105 @@ def reached(arm: Arm, target: float) -> str:
         return "not reached"
     some = "" if len(hits) == len(arm.curves) else f" ({len(hits)} of {len(arm.curves)} seeds)"
     rounds, sent = statistics.fmean(h["rounds"] for h in hits), statistics.fmean(h["MB"] for h in hits)
-    return f"{rounds:.0f} rounds, {sent:.2f} MB{some}"
+    return f"{counted(rounds, 'round')}, {sent:.2f} MB{some}"
 
 
-def sentences(data: ReportData) -> list[str]:
-    """What the numbers say, in words; a gain that is none is called so."""
-    out = []
-    scores = {arm.name: across_seeds([headline(c)["mean_last10"] for c in arm.curves]) for arm in data.arms}
-    ranked = sorted(scores, key=lambda name: -(scores[name][0] or 0))
-    seeds = max(len(arm.curves) for arm in data.arms)
-    how = "mean of the last 10 rounds" + (f", {seeds} seeds" if seeds > 1 else ", one seed")
-    best, spread = scores[ranked[0]]
-    out.append(f"{ranked[0]} reached {percent(best, spread)} test accuracy ({how}).")
-    if best is not None:
-        out += [against(ranked[0], best, spread, name, *scores[name]) for name in ranked[1:]]
+def counted(n: float, noun: str) -> str:
+    """E.g. "1 round" or "3,260 rows"."""
+    text = f"{n:,.1f}".removesuffix(".0")
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+
+
+def verdicts(arms: Sequence[Arm]) -> list[str]:
+    """What the headline numbers say, in words: each further arm against the first. No gain is called no gain."""
+    first, *others = arms
+    base, spread = score(first)
+    if base is None:
+        return [f"{arm.name} was never evaluated." for arm in arms]
+    if not others:
+        return [f"{first.name} reached {percent(base, spread)} test accuracy."]
+    return [against(first.name, base, spread, arm.name, *score(arm)) for arm in others]
+
+
+def against(
+    first: str, base: float, base_spread: float | None, name: str, mean: float | None, spread: float | None
+) -> str:
+    """How far an arm is ahead of or behind the first one, measured by the spread over seeds."""
+    if mean is None:
+        return f"{name} was never evaluated; {first} reached {percent(base, base_spread)}."
+    gain = mean - base
+    size = f"{abs(100 * gain):.1f} points"
+    both = f"{name} reached {percent(mean, spread)} test accuracy, {first} {percent(base, base_spread)}"
+    if spread is None or base_spread is None:
+        more = "more" if gain >= 0 else "less"
+        return f"{both}: {size} {more}, but one seed cannot tell an effect from chance."
+    noise = math.hypot(spread, base_spread)
+    if abs(gain) <= noise:
+        return f"{both}: a difference of {size}, within the spread over seeds, so no gain is shown."
+    effect = "gain" if gain > 0 else "loss"
+    far = "far outside" if abs(gain) > FAR * noise else "outside, but not far outside,"
+    return f"{both}: a {effect} of {size}, {far} the spread over seeds."
+
+
+def holdings(data: ReportData) -> list[str]:
+    """What the clients hold before and after the prior's images, in words."""
+    clients, classes = data.before.shape
+    real = int(data.before.sum())
+    out = [
+        f"{counted(clients, 'client')} {'holds' if clients == 1 else 'hold'} {counted(real, 'real row')}; "
+        f"a client has on average {classes_held(data.before)} of the {classes} classes."
+    ]
     if data.after is not None:
-        made = int(data.after.sum() - data.before.sum())
+        made = int(data.after.sum()) - real
         out.append(
-            f"The {len(data.before)} clients hold {int(data.before.sum())} real rows; {made} synthetic ones were added."
+            f"The prior's images add {counted(made, 'synthetic row')}, "
+            f"after which a client has on average {classes_held(data.after)} classes."
         )
-    missing = int((data.before == 0).sum(1).mean().round())
-    out.append(f"A client lacks {missing} of the {len(data.classes)} classes on average among its real rows.")
     return out
 
 
-def against(name: str, best: float, spread: float | None, other: str, mean: float | None, dev: float | None) -> str:
-    """How far the best arm is ahead of another, measured by the spread over seeds."""
-    if mean is None:
-        return f"{other} was never evaluated."
-    gain, noise = 100 * (best - mean), 100 * math.hypot(spread or 0, dev or 0)
-    if spread is None and dev is None:
-        verdict = "one seed says nothing about chance"
-    elif gain > 3 * noise:
-        verdict = "far outside the spread over seeds"
-    elif gain > noise:
-        verdict = "outside one spread over seeds, but not far"
-    else:
-        verdict = "within the spread over seeds: no gain is shown"
-    return f"{other} reached {percent(mean, dev)}: {gain:.1f} points less than {name}, {verdict}."
+def classes_held(rows: np.ndarray) -> str:
+    """Classes at a client, mean over the clients, of int64 [clients, classes]."""
+    return f"{float((rows > 0).sum(1).mean()):.1f}".removesuffix(".0")
+
+
+def client_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """What the clients see at the last evaluation, mean over seeds: one row a statistic, one column an arm."""
+    heads = {
+        "mean": "mean over clients",
+        "weighted": "mean by rows",
+        "std": "std over clients",
+        "p10": "10th percentile",
+        "worst": "worst client",
+    }
+    ends = {arm.name: [evaluated(c)[-1]["clients"] for c in arm.curves if evaluated(c)] for arm in arms}
+    return [
+        {"accuracy": head} | {name: percent(across_seeds([e[key] for e in seen])[0]) for name, seen in ends.items()}
+        for key, head in heads.items()
+    ]
+
+
+def traffic_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """MB over the whole run by direction and tensor group, mean over seeds; groups that sent nothing are left out."""
+    rows = []
+    for way, key in (("up", "uplink_groups"), ("down", "downlink_groups")):
+        for group in dict.fromkeys(g for arm in arms for c in arm.curves for g in c[-1][key]):
+            sent = {arm.name: statistics.fmean(c[-1][key].get(group, 0) / MB for c in arm.curves) for arm in arms}
+            if any(sent.values()):
+                rows.append({"direction and group": f"{way}: {group}"} | {k: f"{v:.3f}" for k, v in sent.items()})
+    return rows
+
+
+def incidents(arms: Sequence[Arm], most: int = 20) -> list[str]:
+    """Refused updates and skipped rounds, one line each; the first `most` and how many more."""
+    lines = []
+    for arm in arms:
+        for number, curve in enumerate(arm.curves, 1):
+            run = arm.name if len(arm.curves) == 1 else f"{arm.name}, run {number} of {len(arm.curves)}"
+            for line in curve:
+                where = f"{run}, round {line['round']}"
+                lines += [f"{where}: client {r['client']} refused, {r['reason']}" for r in line["refused"]]
+                if line["skipped"]:
+                    lines.append(f"{where}: no update counted, the model stayed as it was")
+    more = len(lines) - most
+    return lines[:most] + ([f"and {more} more"] if more > 0 else [])
