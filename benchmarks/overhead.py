@@ -107,7 +107,9 @@ def main() -> None:
     bare, full = startup_seconds(["-c", "import typer"]), startup_seconds(["-m", "fedprior.cli", "--help"])
     torch_import = startup_seconds(["-c", "import torch"])
     at10, at50 = memory_over_rounds()
-    print(f"\n## Overhead\n\n`python benchmarks/overhead.py`, {environment.processor()}, torch {torch.__version__}, one thread.\n")
+    print(
+        f"\n## Overhead\n\n`python benchmarks/overhead.py`, {environment.processor()}, torch {torch.__version__}, one thread.\n"
+    )
     print("| what | figure | bound |")
     print("| --- | --- | --- |")
     print(f"| a client that does nothing, 1 MB of weights | {noop:.2f} ms a round | 1 ms |")

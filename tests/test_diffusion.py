@@ -473,3 +473,12 @@ def test_no_prompts_ask_nothing_of_the_prior():
     made = faults.generate(prior, [], lambda i, attempt: 0, (4, 4))
     assert made.images.shape == (0, 3, 4, 4)
     assert made.seeds == made.attempts == made.ok == prior.calls == []
+
+
+def test_prompts_longer_than_the_text_encoder_reads_are_found():
+    prior = embedded.load("digits")
+    short, long = "a photo of a three", "a photo of a xylophone orchestra"  # unknown words fall into letters
+    assert prior.truncated([short, long]) == [long]
+    size = (16, 16)
+    cut = prior.generate([long, long + " at night"], [1, 1], size)
+    assert torch.equal(cut[0], cut[1])

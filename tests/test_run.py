@@ -34,6 +34,17 @@ def test_the_same_command_twice_gives_the_same_bytes_and_weights(tmp_path):
     assert other.result["last"] != a.result["last"]
 
 
+def test_threads_are_set_by_the_experiment_and_one_by_default(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        quick(tmp_path, "threads=2", "rounds=1", "name=two")
+        assert json.loads((tmp_path / "two" / "manifest.json").read_text())["hardware"]["threads"] == "2"
+        quick(tmp_path, "rounds=1", "name=one")
+        assert json.loads((tmp_path / "one" / "manifest.json").read_text())["hardware"]["threads"] == "1"
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_run_directory_holds_all_that_was_decided_and_found(tmp_path):
     result = quick(tmp_path, "name=mine", "target=0.01").result
     folder = tmp_path / "mine"

@@ -205,7 +205,12 @@ def broken(labels):
         ({"train": rows([0, 1], ["a", "b"])}, {}, UserError, "too few"),
         ({"train": rows([0, 1] * 5), "test": rows([])}, {}, UserError, "no rows"),
         ({"dev": rows([0]), "other": rows([0])}, {}, UserError, "'train'"),
-        ({"train": rows([0] * 5).rename_column("kind", "u").add_column("v", [1] * 5)}, {}, UserError, "u, v.*data.label="),
+        (
+            {"train": rows([0] * 5).rename_column("kind", "u").add_column("v", [1] * 5)},
+            {},
+            UserError,
+            "u, v.*data.label=",
+        ),
         ({"train": rows([0] * 5)}, {"size": 0}, UsageError, "data.size"),
     ],
 )

@@ -15,8 +15,10 @@ from .engines.serial import Serial
 from .errors import UserError
 from .local import Worker
 from .net import Net
+from .prepare.balance import plan
 from .prepare.synthesis import Report, synthesise
-from .priors.base import Prior
+from .priors import prompts
+from .priors.diffusion import DiffusionPrior
 from .progress import Progress
 
 
@@ -45,7 +47,7 @@ def split(experiment: Experiment) -> Split:
     return Split(federation, parts)
 
 
-def load_prior(choice: PriorChoice, device: torch.device) -> Prior:
+def load_prior(choice: PriorChoice, device: torch.device) -> DiffusionPrior:
     from .priors import embedded
 
     return embedded.load(
@@ -66,7 +68,14 @@ def balance(
     assert experiment.balance is not None
     assert experiment.prior is not None
     prior = load_prior(experiment.prior, device)
-    wanted = synthesis_size(experiment, federation)
+    templates = prompts.templates(experiment.balance.templates)
+    words = [prompts.prompt(name, template) for name in federation.classes for template in templates]
+    if cut := prior.truncated(words):
+        progress.say(
+            f"{len(cut)} of {len(words)} prompts are longer than {prior.name} reads, such as '{cut[0]}', and are cut; "
+            "balance.templates=single is the shortest"
+        )
+    wanted = plan(experiment.balance, federation.counts(synthetic=False)).images
     with progress.task(f"images from {prior.name}", wanted) as update:
         return synthesise(
             federation,
@@ -75,14 +84,6 @@ def balance(
             seed=experiment.seed,
             progress=lambda done, total: update(done, ""),
         )
-
-
-def synthesis_size(experiment: Experiment, federation: Federation) -> int:
-    """How many distinct images the balance needs."""
-    from .prepare.balance import plan
-
-    assert experiment.balance is not None
-    return plan(experiment.balance, federation.counts(synthetic=False)).images
 
 
 def build_net(experiment: Experiment, federation: Federation, device: torch.device) -> Net:
@@ -125,5 +126,7 @@ def build_engine(experiment: Experiment, net: Net, federation: Federation) -> tu
     return engine, cohort
 
 
-def device_of(experiment: Experiment) -> torch.device:
+def set_up(experiment: Experiment) -> torch.device:
+    """Gives torch the experiment's number of threads -> the device that its name stands for."""
+    torch.set_num_threads(experiment.threads)
     return environment.device(experiment.device)

@@ -57,6 +57,12 @@ def experiment_of(words: list[str] | None) -> "Experiment":
     return override(base, words)
 
 
+def use_threads(n: int) -> None:
+    import torch
+
+    torch.set_num_threads(n)
+
+
 def emit(value: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(value, allow_nan=False), flush=True)
@@ -163,7 +169,7 @@ def generate(words: Words = None, as_json: Json = False) -> None:
         raise UsageError("nothing to generate with balance=none; add e.g. balance=max")
     progress = for_terminal()
     federation, _ = assemble.split(experiment)
-    _, report = assemble.balance(experiment, federation, assemble.device_of(experiment), progress)
+    _, report = assemble.balance(experiment, federation, assemble.set_up(experiment), progress)
     print(f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out.")
     print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
     result = {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
@@ -193,14 +199,20 @@ def partition_show(words: Words = None, as_json: Json = False) -> None:
     emit({"name": parts.name, "digest": parts.digest, "statistics": statistics}, as_json)
 
 
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads; one is fastest for small priors.")]
+Source = Annotated[str, typer.Argument(help="An embedded prior (digits), a folder or a hub id.")]
+
+
 @prior_app.command("train")
 def prior_train(
     name: Annotated[str, typer.Argument(help="Which embedded prior to train again: digits.")],
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")] = Path("digits-prior"),
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
     """Train an embedded prior from its public images, reproducibly."""
+    use_threads(threads)
     from .priors.embedded import names
     from .priors.train import train_digits
     from .progress import for_terminal
@@ -212,9 +224,6 @@ def prior_train(
     emit({"directory": str(out), **record}, as_json)
 
 
-Source = Annotated[str, typer.Argument(help="An embedded prior (digits), a folder or a hub id.")]
-
-
 @prior_app.command("show")
 def prior_show(
     source: Source = "digits",
@@ -222,9 +231,11 @@ def prior_show(
     classes: Annotated[str, typer.Option(help="Class names with commas; default: the prior's own.")] = "",
     per_class: Annotated[int, typer.Option(min=1)] = 10,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
     """A grid of images by class."""
+    use_threads(threads)
     from . import store
     from .priors.check import sample_grid
     from .priors.embedded import load
@@ -244,9 +255,11 @@ def prior_show(
 def prior_check(
     source: Source = "digits",
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
     """Accuracy on real test digits of a small CNN trained only on the prior's images, beside real ones."""
+    use_threads(threads)
     from .priors import embedded
     from .priors.check import check_digits
     from .progress import for_terminal

@@ -69,11 +69,12 @@ class Experiment:
     precision: Precision = "fp32"
     engine: Literal["serial"] = "serial"
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    threads: int = 1  # of a CPU; more pay for large nets on idle cores only, and change the last bits
     evaluate_every: int = 1  # rounds between evaluations; the last round always has one
     target: float | None = None  # accuracy in [0, 1] whose rounds and MB are reported
 
     def __post_init__(self) -> None:
-        for key in ("clients", "batch_size", "cohort", "rounds", "evaluate_every"):
+        for key in ("clients", "batch_size", "cohort", "rounds", "evaluate_every", "threads"):
             if getattr(self, key) < 1:
                 raise UsageError(f"{key} must be at least 1, not {getattr(self, key)}")
         if (self.steps is None) == (self.epochs is None):

@@ -23,7 +23,7 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
 
     With `calibrate` the prior makes four images and one client takes two steps; else seconds are None.
     """
-    device = assemble.device_of(experiment)
+    device = assemble.set_up(experiment)
     federation, _ = assemble.split(experiment)
     engine, cohort = assemble.build_engine(experiment, assemble.build_net(experiment, federation, device), federation)
     out: dict[str, Any] = {"images": 0, "rows": 0, "per_class": dict.fromkeys(federation.classes, 0)}

@@ -39,8 +39,8 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     """Train, evaluate, record. Everything that can be wrong with data, prior or net is found before the run
     directory is made; a run that fails later says so in its manifest."""
     progress = progress or Silent()
-    device = assemble.device_of(experiment)
-    progress.say(f"fedprior {__version__} on {device} ({torch.get_num_threads()} threads), torch {torch.__version__}")
+    device = assemble.set_up(experiment)
+    progress.say(f"fedprior {__version__} on {device} (threads={experiment.threads}), torch {torch.__version__}")
     began = time.monotonic()
     real, parts = assemble.split(experiment)
     net = assemble.build_net(experiment, real, device)

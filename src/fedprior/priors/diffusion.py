@@ -117,16 +117,24 @@ class DiffusionPrior:
         empty = torch.zeros((0, 3, *size), dtype=torch.uint8)
         return torch.cat([empty, *(self._batch(prompts[b], seeds[b], size) for b in batches)])
 
+    def truncated(self, prompts: Sequence[str]) -> list[str]:
+        """Those of the prompts that have more tokens than the text encoder reads; their ends have no effect."""
+        tokenizer = self.pipeline.tokenizer
+        with quiet():
+            lengths = [len(ids) for ids in tokenizer(list(prompts)).input_ids]
+        return [p for p, n in zip(prompts, lengths, strict=True) if n > tokenizer.model_max_length]
+
     def _batch(self, prompts: Sequence[str], seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
-        pixels = self.pipeline(
-            list(prompts),
-            height=self.size,
-            width=self.size,
-            num_inference_steps=self.steps,
-            guidance_scale=self.guidance,
-            generator=[torch.Generator("cpu").manual_seed(s) for s in seeds],
-            output_type="pt",
-        ).images
+        with quiet():  # it warns of long prompts in every batch; `truncated` finds them beforehand
+            pixels = self.pipeline(
+                list(prompts),
+                height=self.size,
+                width=self.size,
+                num_inference_steps=self.steps,
+                guidance_scale=self.guidance,
+                generator=[torch.Generator("cpu").manual_seed(s) for s in seeds],
+                output_type="pt",
+            ).images
         return to_bytes(pixels, size).cpu()
 
 
@@ -185,11 +193,11 @@ def _locate(source: str | Path, revision: str | None, options: dict[str, Any]) -
 
 
 def _download(source: str, revision: str | None, options: dict[str, Any]) -> Path:
-    with quiet():
-        from diffusers import DiffusionPipeline
-
     try:
-        return Path(DiffusionPipeline.download(source, revision=revision, use_safetensors=True, **options))
+        with quiet():
+            from diffusers import DiffusionPipeline
+
+            return Path(DiffusionPipeline.download(source, revision=revision, use_safetensors=True, **options))
     except Exception as error:  # the hub's HTTP library, and with it the kind of error, differs by version
         moved = f" (it moved to {MOVED[source]})" if source in MOVED else ""
         at = f" at revision {revision}" if revision else ""
