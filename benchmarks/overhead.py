@@ -108,7 +108,8 @@ def main() -> None:
     torch_import = startup_seconds(["-c", "import torch"])
     at10, at50 = memory_over_rounds()
     print(
-        f"\n## Overhead\n\n`python benchmarks/overhead.py`, {environment.processor()}, torch {torch.__version__}, one thread.\n"
+        f"\n## Overhead\n\n`python benchmarks/overhead.py`, {environment.processor()}, "
+        f"torch {torch.__version__}, one thread.\n"
     )
     print("| what | figure | bound |")
     print("| --- | --- | --- |")

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_demo_shows_both_arms_in_table_json_and_page(capsys, tmp_path):
         a, b = arm["seeds"]
         assert arm["mean"] == pytest.approx((a + b) / 2)
         assert arm["std"] == pytest.approx(abs(a - b) / 2**0.5)
-    page = open(result["report"], encoding="utf-8").read()
+    page = Path(result["report"]).read_text(encoding="utf-8")
     assert "fedavg+balance" in page
     assert "±" in out
 
@@ -147,7 +148,8 @@ def test_a_mistake_gives_one_line_and_the_right_exit_code(capsys, tmp_path, monk
 
 
 def test_help_and_import_load_neither_torch_nor_diffusers():
-    code = "import sys, fedprior, fedprior.cli; print([m for m in ('torch', 'diffusers', 'transformers') if m in sys.modules])"
+    heavy = "('torch', 'diffusers', 'transformers')"
+    code = f"import sys, fedprior, fedprior.cli; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     code = "import sys, fedprior; fedprior.METHODS; import fedprior.run; print('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

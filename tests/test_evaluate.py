@@ -5,7 +5,7 @@ import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprior.evaluate import client_accuracies, evaluate
+from fedprior.evaluate import accuracy_by_client, client_accuracies, evaluate
 
 
 def test_accuracy_and_loss_equal_a_plain_loop_over_images():
@@ -54,3 +54,12 @@ def test_a_clients_accuracy_is_what_its_own_class_mix_would_see(counts):
     assert got["worst"] == pytest.approx(min(own))
     assert got["weighted"] == pytest.approx((counts * rates).sum() / counts.sum())
     assert got["worst"] - 1e-12 <= got["p10"] <= got["mean"] + 1e-12
+
+
+def test_a_class_that_the_test_set_lacks_does_not_count_against_anyone():
+    counts = np.array([[2, 2, 0], [0, 4, 0], [0, 0, 5], [0, 0, 0]])
+    rates = np.array([0.5, np.nan, 1.0])
+    np.testing.assert_array_equal(accuracy_by_client(rates, counts), [0.5, np.nan, 1.0, np.nan])
+    got = client_accuracies(rates, counts)
+    assert (got["mean"], got["worst"]) == (0.75, 0.5)
+    assert got["weighted"] == pytest.approx((4 * 0.5 + 5 * 1.0) / 9)

@@ -232,5 +232,5 @@ def test_paths_and_names_that_do_not_exist(tmp_path):
         sources.load("x", path=tmp_path / "bad.parquet")
     with pytest.raises(UsageError, match="did you mean cifar10"):
         sources.load("cifar")
-    with pytest.raises(UserError, match="data.path="):
+    with pytest.raises(UserError, match=r"data\.path="):
         sources.load("cifar10")

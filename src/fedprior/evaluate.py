@@ -55,22 +55,30 @@ def hits(logits: Tensor, label: Tensor, classes: int) -> Tensor:
     return label[logits.argmax(1) == label].bincount(minlength=classes)
 
 
-def client_accuracies(per_class: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
-    """What the clients see: each one's expected accuracy on test images mixed like its own real rows.
+def accuracy_by_client(per_class: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Each client's expected accuracy on test images mixed like its own real rows, float64 [clients].
 
     `per_class` [classes] is one model's for all clients, or [clients, classes] is each client's own;
-    `counts` int64 [clients, classes] are real rows. Clients without rows are left out. Returns mean,
-    weighted (by rows), std, p10 (10th percentile) and worst; all None when no client has rows.
+    `counts` int64 [clients, classes] are real rows. Rows of classes that the test set lacks (NaN) do not
+    count; NaN for a client that has no others.
     """
-    own = counts.sum(1) > 0
-    rates = np.broadcast_to(np.nan_to_num(per_class), counts.shape)[own]
-    sizes = counts[own].sum(1)
-    if not len(sizes):
+    rates = np.broadcast_to(per_class, counts.shape)
+    tested = np.where(np.isnan(rates), 0, counts)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((np.nan_to_num(rates) * tested).sum(1) / tested.sum(1))
+
+
+def client_accuracies(per_class: np.ndarray, counts: np.ndarray) -> dict[str, float | None]:
+    """What the clients see, in numbers: mean, weighted (by real rows), std, p10 (10th percentile) and worst of
+    `accuracy_by_client` over the clients that have one; all None when there is none."""
+    accuracy = accuracy_by_client(per_class, counts)
+    known = np.isfinite(accuracy)
+    if not known.any():
         return dict.fromkeys(("mean", "weighted", "std", "p10", "worst"))
-    accuracy = (rates * counts[own]).sum(1) / sizes
+    accuracy, sizes = accuracy[known], counts[known].sum(1)
     return {
         "mean": float(accuracy.mean()),
-        "weighted": float((accuracy * sizes).sum() / sizes.sum()),
+        "weighted": float(np.average(accuracy, weights=sizes)),
         "std": float(accuracy.std()),
         "p10": float(np.percentile(accuracy, 10)),
         "worst": float(accuracy.min()),

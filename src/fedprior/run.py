@@ -12,7 +12,7 @@ from . import __version__, assemble
 from .config import CHOICES, Experiment
 from .data.table import Federation
 from .engines.serial import Serial
-from .evaluate import Evaluation, client_accuracies, evaluate
+from .evaluate import Evaluation, accuracy_by_client, client_accuracies, evaluate
 from .federate import RoundResult, begin, federate
 from .method import Server
 from .progress import Progress, Silent
@@ -57,6 +57,7 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     parts.save(folder / "partition.json")
     try:
         server, curve, traffic, prepared = train(experiment, engine, cohort, federation, record, progress, began)
+        finish(experiment, engine, federation, server, curve, record)
     except BaseException as error:
         record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
         raise
@@ -74,7 +75,6 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     }
     record.result(result)
     record.status("done")
-    finish(experiment, engine, federation, server, curve, record)
     return Outcome(result, curve)
 
 
@@ -203,8 +203,6 @@ def finish(
 
 def client_columns(real: np.ndarray, rows: np.ndarray, curve: list[dict[str, Any]]) -> dict[str, Any]:
     """One row a client: sizes, classes, and the last global model's accuracy on its class mix."""
-    rates = np.array([np.nan if x is None else x for x in curve[-1]["per_class"] or []])
-    size = np.maximum(real.sum(1), 1)
     columns: dict[str, Any] = {
         "client": np.arange(len(real)),
         "real": real.sum(1),
@@ -213,8 +211,9 @@ def client_columns(real: np.ndarray, rows: np.ndarray, curve: list[dict[str, Any
         "rows_by_class": list(rows),
         "real_by_class": list(real),
     }
-    if len(rates):
-        columns["accuracy"] = (np.nan_to_num(rates) * real).sum(1) / size
+    if curve[-1]["per_class"] is not None:
+        rates = np.array(curve[-1]["per_class"], dtype=np.float64)  # None becomes NaN
+        columns["accuracy"] = accuracy_by_client(rates, real)
     return columns
 
 
