@@ -213,6 +213,57 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(stop, monkeypatch):
     assert blocks(report.folder) == blocks(whole_report.folder)
 
 
+def finish():
+    synthesise(FED, Noise(), BalanceToMax(), seed=3)
+
+
+def stop_early():
+    with pytest.raises(KeyboardInterrupt):
+        synthesise(FED, Noise(breaks_at=1), BalanceToMax(), seed=3)
+
+
+def grow():
+    synthesise(FED, Noise(), BalanceToMax(pool_size=60), seed=3)
+
+
+def delete():
+    for path in (synthesis.store.cache_folder() / "synthetic").glob("*/*.parquet"):
+        path.unlink()
+
+
+def damage():
+    for path in (synthesis.store.cache_folder() / "synthetic").glob("*/*.parquet"):
+        path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize("meanwhile", [finish, stop_early, grow, delete, damage])
+@pytest.mark.parametrize("at", [0, 1, 3, 8])
+def test_a_folder_that_changes_under_a_run_keeps_every_image_at_its_place(meanwhile, at, monkeypatch):
+    """Two runs of one seed share a folder; here the second does its work inside a call of the first one's prior."""
+    monkeypatch.setattr(synthesis, "CALL", 7)
+    monkeypatch.setattr(synthesis, "BLOCK", 16)
+    with monkeypatch.context() as m:
+        m.setenv("FEDPRIOR_CACHE", synthesis.store.cache_folder().as_posix() + "-alone")
+        alone, _ = synthesise(FED, Noise(), BalanceToMax(), seed=3)
+
+    class Shared(Noise):
+        def generate(self, prompts, image_seeds, size):
+            if len(self.calls) == at:
+                meanwhile()
+            return super().generate(prompts, image_seeds, size)
+
+    out, report = synthesise(FED, Shared(), BalanceToMax(), seed=3)
+    assert same(out, alone)
+    later, report = synthesise(FED, Noise(), BalanceToMax(), seed=3)
+    assert same(later, alone)
+    assert report.generated == 0 or meanwhile in (delete, damage)
+    for path in report.folder.glob("*.parquet"):
+        first = int(path.stem[-5:]) * 16
+        indices = [row["index"] for row in rows_of(path)]
+        assert indices == list(range(first, first + len(indices))), path.name
+    assert synthesise(FED, Noise(), BalanceToMax(), seed=3)[1].generated == 0
+
+
 def test_a_failure_while_writing_leaves_no_half_file(monkeypatch):
     import pyarrow.parquet as pq
 

@@ -4,6 +4,7 @@ What a paper leaves open is decided in docs/papers.md. Class names with a slash 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from .config import Data, Experiment, PriorChoice
 from .data.partition import PARTITIONS
@@ -36,18 +37,13 @@ def gen_fedsd_cifar10() -> Experiment:
 
 def gen_fedsd_cifar100() -> Experiment:
     """Gen-FedSD, CIFAR-100 (arXiv:2405.07925, Table 5): 46.91 +- 0.50 with FedAvg at Dir(0.5), diverse prompts."""
-    return Experiment(
+    return replace(
+        gen_fedsd_cifar10(),
         data=Data(name="cifar100"),
-        clients=100,
-        cohort=10,
         rounds=200,
-        partition=PARTITIONS["dirichlet_balanced"](alpha=0.5),
-        net="cct_2_3x2_32",
         local=AdamW(lr=6e-4, weight_decay=6e-2),
         steps=100,
-        batch_size=64,
-        prior=PriorChoice(name="sd1.4", steps=20, guidance=7.0, dtype="fp16"),
-        balance=BALANCES["max"](),
+        target=None,
     )
 
 
@@ -74,20 +70,8 @@ def feddifrc_cifar10() -> Experiment:
 
 def feddifrc_cifar100() -> Experiment:
     """The federated setting of FedDifRC on CIFAR-100 (arXiv:2507.06482) with plain FedAvg."""
-    return Experiment(
-        data=Data(name="cifar100"),
-        clients=10,
-        cohort=5,
-        rounds=50,
-        partition=PARTITIONS["nid1_official"](alpha=0.05),
-        net="resnet10",
-        local=SGD(lr=0.01, momentum=0.9, weight_decay=1e-4),
-        steps=None,
-        epochs=10,
-        batch_size=64,
-        augment=True,
-        prior=None,
-    )
+    local = SGD(lr=0.01, momentum=0.9, weight_decay=1e-4)
+    return replace(feddifrc_cifar10(), data=Data(name="cifar100"), local=local)
 
 
 RECIPES: dict[str, Callable[[], Experiment]] = {

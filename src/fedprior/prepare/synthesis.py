@@ -245,17 +245,22 @@ class ImageFolder:
         }
 
     def append(self, piece: Piece, rows: list[dict[str, Any]], new: Block) -> None:
-        """Writes a block's file anew with further rows at its end."""
+        """Adds images to a block, and to its file unless they are there already.
+
+        Another run may fill the same folder meanwhile, so only the file says what it holds. Where that is less
+        than this block began with, it stays as it is: a file has no gaps, and a later run makes what it lacks.
+        """
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         stream, old = piece.stream, piece.stream.blocks.get(piece.block, self.empty())
         path = self.file(stream, piece.block)
-        kept = _read(path).to_pylist() if piece.start else []
-        content = pa.Table.from_pylist(kept + rows, _schema(self.classes))
-        marks = {**content.schema.metadata, b"fedprior": _digest(path, content)}
-        with store.atomic(path) as temporary:
-            pq.write_table(content.replace_schema_metadata(marks), temporary)
+        kept, _ = store.read_or_rebuild(path, lambda file: _read(file).to_pylist(), list)
+        if piece.start <= len(kept) < piece.start + piece.size:
+            content = pa.Table.from_pylist(kept[: piece.start] + rows, _schema(self.classes))
+            marks = {**content.schema.metadata, b"fedprior": _digest(path, content)}
+            with store.atomic(path) as temporary:
+                pq.write_table(content.replace_schema_metadata(marks), temporary)
         stream.blocks[piece.block] = Block(torch.cat([old.images, new.images]), torch.cat([old.ok, new.ok]))
 
     def file(self, stream: Stream, block: int) -> Path:
