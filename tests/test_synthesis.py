@@ -160,6 +160,15 @@ def test_counts_and_evenness_hold_for_any_federation(counts, name, pool, size):
     assert report.repeats == repeats
 
 
+def test_synthetic_rows_that_are_there_already_do_not_count_as_real():
+    once, first = synthesise(FED, Noise(), BalanceToMax(), seed=3)
+    twice, report = synthesise(once, Noise(), BalanceToMax(), seed=3)
+    assert (report.before == FED.counts()).all()
+    assert report.rows == first.rows
+    assert (twice.counts(synthetic=True) == 2 * NEED).all()
+    assert (twice.counts(synthetic=False) == FED.counts()).all()
+
+
 def test_a_client_draws_no_image_twice_and_clients_draw_differently():
     out, _ = synthesise(FED, Noise(), BalanceToMax(pool_size=40), seed=3)
     first, third = drawn(out, 0, 1), drawn(out, 2, 1)
@@ -226,6 +235,11 @@ def grow():
     synthesise(FED, Noise(), BalanceToMax(pool_size=60), seed=3)
 
 
+def fewer():
+    """Ends in the middle of what the other run makes in one call."""
+    synthesise(FED, Noise(), BalanceToMax(pool_size=10), seed=3)
+
+
 def delete():
     for path in (synthesis.store.cache_folder() / "synthetic").glob("*/*.parquet"):
         path.unlink()
@@ -236,7 +250,7 @@ def damage():
         path.write_bytes(path.read_bytes()[:-9])
 
 
-@pytest.mark.parametrize("meanwhile", [finish, stop_early, grow, delete, damage])
+@pytest.mark.parametrize("meanwhile", [finish, stop_early, grow, fewer, delete, damage])
 @pytest.mark.parametrize("at", [0, 1, 3, 8])
 def test_a_folder_that_changes_under_a_run_keeps_every_image_at_its_place(meanwhile, at, monkeypatch):
     """Two runs of one seed share a folder; here the second does its work inside a call of the first one's prior."""
@@ -261,6 +275,9 @@ def test_a_folder_that_changes_under_a_run_keeps_every_image_at_its_place(meanwh
         first = int(path.stem[-5:]) * 16
         indices = [row["index"] for row in rows_of(path)]
         assert indices == list(range(first, first + len(indices))), path.name
+    if meanwhile is grow:
+        larger = synthesise(FED, Noise(), BalanceToMax(pool_size=60), seed=3)[1]
+        assert larger.generated == 0, "the slower run cut what the faster one had made"
     assert synthesise(FED, Noise(), BalanceToMax(), seed=3)[1].generated == 0
 
 
