@@ -164,3 +164,13 @@ def test_public_names_are_there():
     assert set(fedprior.__all__) <= set(dir(fedprior))
     with pytest.raises(AttributeError, match="no attribute"):
         fedprior.absent  # noqa: B018
+
+
+def test_a_plan_without_its_prior_still_tells_the_rest(capsys):
+    code, out, _ = call(capsys, "plan", *QUICK, "balance=max", "prior=no/such", "--json")
+    plan = last_json(out)
+    assert code == 0
+    assert plan["images"] > 0
+    assert plan["training_seconds"] >= 0
+    assert plan["seconds"] is plan["generation_seconds"] is None
+    assert "no/such" in plan["note"]

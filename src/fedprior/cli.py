@@ -70,12 +70,13 @@ def emit(value: dict[str, Any], as_json: bool) -> None:
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     """Prints a table on stdout; the first column is text, the others are numbers."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
-    out = Table(title=title, title_justify="left")
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right")
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         out.add_row(*row)
     Console().print(out)
@@ -150,6 +151,8 @@ def plan(
     )
     print(f"{result['images']} distinct images would be generated, about {result['disk_MB']:.1f} MB on disk.")
     print(f"{result['MB']:.3f} MB would travel, both directions and all rounds together.")
+    if "note" in result:
+        print(f"The time for images is not known: {result['note']}")
     if result["seconds"] is not None:
         print(
             f"About {clock(result['generation_seconds'])} for images and {clock(result['training_seconds'])} for "

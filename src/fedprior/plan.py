@@ -9,6 +9,7 @@ from . import assemble, tree
 from .config import Experiment
 from .data.table import Federation
 from .engines.serial import Serial
+from .errors import UserError
 from .federate import begin
 from .prepare.balance import plan as plan_balance
 from .priors import prompts
@@ -21,11 +22,13 @@ PNG_BYTES_PER_PIXEL = 2.5  # of small photographs, three channels
 def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     """Images by class and client, traffic and disk in MB (1e6 bytes), and about how many seconds.
 
-    With `calibrate` the prior makes four images and one client takes two steps; else seconds are None.
+    With `calibrate` the prior makes four images and one client takes two steps; else seconds are None. Where the
+    prior cannot be had, only its seconds are, and `note` says why.
     """
     device = assemble.set_up(experiment)
     federation, _ = assemble.split(experiment)
-    engine, cohort = assemble.build_engine(experiment, assemble.build_net(experiment, federation, device), federation)
+    net = assemble.build_net(experiment, federation, device)
+    engine, cohort = assemble.build_engine(experiment, net, federation.to(device))
     out: dict[str, Any] = {"images": 0, "rows": 0, "per_class": dict.fromkeys(federation.classes, 0)}
     clients: list[dict[str, Any]] = []
     real = federation.counts(synthetic=False)
@@ -46,13 +49,14 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     }
     seconds: dict[str, float | None] = {"generation_seconds": None, "training_seconds": None, "seconds": None}
     if calibrate:
-        generation = seconds_per_image(experiment, federation, device) * out["images"] if out["images"] else 0.0
-        training = training_seconds(experiment, engine, cohort, real + synthetic, federation.to(device))
-        seconds = {
-            "generation_seconds": round(generation, 1),
-            "training_seconds": round(training, 1),
-            "seconds": round(generation + training, 1),
-        }
+        training = round(training_seconds(experiment, engine, cohort, real + synthetic), 1)
+        seconds["training_seconds"] = training
+        try:
+            each = seconds_per_image(experiment, federation, device) if out["images"] else 0.0
+        except UserError as error:  # a prior that is not there yet must not hide the rest
+            return out | seconds | {"note": str(error)}
+        seconds["generation_seconds"] = round(each * out["images"], 1)
+        seconds["seconds"] = round(each * out["images"] + training, 1)
     return out | seconds
 
 
@@ -81,7 +85,7 @@ def seconds_per_image(experiment: Experiment, federation: Federation, device: to
     return (time.perf_counter() - began) / CALIBRATION
 
 
-def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: Any, federation: Federation) -> float:
+def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: Any) -> float:
     """All local steps, by two timed ones; evaluations are left out."""
     worker = engine.worker
     server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
