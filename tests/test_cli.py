@@ -130,6 +130,7 @@ def test_report_of_two_runs_and_doctor(capsys, tmp_path):
         (["run", "partition.alpha=0"], 2, "partition.alpha"),
         (["run", "clients=700"], 1, "use fewer clients"),
         (["generate"], 2, "balance=max"),
+        (["demo", "balance=none"], 2, "what the demo compares"),
         (["report", "absent"], 1, "no run directory"),
         (["prior", "check", "absent/folder"], 1, "absent/folder"),
         (["prior", "show", "digit"], 2, "did you mean digits"),

@@ -195,3 +195,40 @@ def test_weights_by_real_rows_and_uniform_differ_once_rows_are_synthetic(tmp_pat
 def test_silence_is_possible(capsys, tmp_path):
     run(override(Experiment(), QUICK), tmp_path, Silent())
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_run_that_diverges_refuses_the_updates_and_still_ends(tmp_path):
+    for words in (["local.lr=1e15"], ["local.lr=1e15", "method=local"]):
+        outcome = quick(tmp_path, *words)
+        assert outcome.result["rounds"] == 3
+        assert any("not finite" in r["reason"] for line in outcome.curve for r in line["refused"])
+
+
+def test_centralised_epochs_are_what_the_cohort_would_take_client_by_client():
+    from fedprior import assemble
+
+    e = override(Experiment(), ["clients=6", "cohort=3", "epochs=2", "method=centralised", "batch_size=16"])
+    federation, _ = assemble.split(e)
+    engine, _ = assemble.build_engine(e, assemble.build_net(e, federation, torch.device("cpu")), federation)
+    own = [-(-2 * len(rows) // 16) for rows in federation.clients]
+    assert engine.worker.steps == round(3 * sum(own) / 6)
+
+
+def test_a_prior_that_knows_other_classes_is_refused_before_anything_is_made(tmp_path):
+    import numpy as np
+    from PIL import Image
+
+    for name in ("coat", "shoe"):
+        for i in range(10):
+            folder = tmp_path / "data" / name
+            folder.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((16, 16, 3), 20 * i, np.uint8)).save(folder / f"{i}.png")
+    with pytest.raises(UserError, match="does not know 'coat'"):
+        quick(tmp_path / "runs", f"data.path={tmp_path / 'data'}", "balance=max")
+
+
+def test_the_same_seed_twice_is_no_second_seed(tmp_path):
+    for name in ("a", "b"):
+        quick(tmp_path, "rounds=1", f"name={name}")
+    with pytest.raises(UserError, match="same setting and seed"):
+        report_data([tmp_path / "a", tmp_path / "b"])

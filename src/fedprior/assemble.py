@@ -12,8 +12,8 @@ from .data import partition, sources
 from .data.augment import STATISTICS
 from .data.table import Federation
 from .engines.serial import Serial
-from .errors import UserError
-from .local import Worker
+from .errors import UsageError, UserError
+from .local import Worker, num_steps
 from .net import Net
 from .prepare.balance import plan
 from .prepare.synthesis import Report, synthesise
@@ -68,6 +68,9 @@ def balance(
     assert experiment.balance is not None
     assert experiment.prior is not None
     prior = load_prior(experiment.prior, device)
+    strange = [c for c in federation.classes if c not in prior.defaults.get("classes", federation.classes)]
+    if strange:
+        raise UsageError(f"prior={prior.name} does not know '{strange[0]}'; name a prior for these classes with prior=")
     templates = prompts.templates(experiment.balance.templates)
     words = [prompts.prompt(name, template) for name in federation.classes for template in templates]
     if cut := prior.truncated(words):
@@ -98,13 +101,22 @@ def pool(federation: Federation) -> Federation:
     return replace(federation, clients=(torch.cat(federation.clients).unique(),))
 
 
+def cohort_steps(experiment: Experiment, federation: Federation) -> int:
+    """The local steps that a cohort takes together, on average over clients with data."""
+    own = [
+        num_steps(len(rows), experiment.batch_size, experiment.steps, experiment.epochs)
+        for rows in federation.clients
+        if len(rows)
+    ]
+    return max(1, round(experiment.cohort * sum(own) / max(1, len(own))))
+
+
 def build_engine(experiment: Experiment, net: Net, federation: Federation) -> tuple[Serial, int]:
     """-> (engine, cohort size). Where all data lie in one place, one worker takes the whole cohort's steps."""
     method = replace(experiment.method, server=experiment.server)
     steps, epochs, cohort = experiment.steps, experiment.epochs, experiment.cohort
     if method.scope == "pooled":
-        steps = steps * cohort if steps else None
-        epochs = epochs * cohort / len(federation.clients) if epochs else None
+        steps, epochs = cohort_steps(experiment, federation), None
         federation, cohort = pool(federation), 1
     worker = Worker(
         net=net,

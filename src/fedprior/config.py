@@ -16,6 +16,8 @@ from .net import BNStats, Precision
 from .optim import OPTIMIZERS, SGD, Optimizer
 from .prepare.balance import BALANCES, Balance
 
+MOST_THREADS = 1024  # far more than pay; without a bound a slip of the finger ends in a crash
+
 Scheme = Any  # one of the partition dataclasses; they share nothing but their registry
 
 
@@ -68,7 +70,7 @@ class Experiment:
     seed: int = 0
     precision: Precision = "fp32"
     engine: Literal["serial"] = "serial"
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int = 1  # of a CPU; more pay for large nets on idle cores only, and change the last bits
     evaluate_every: int = 1  # rounds between evaluations; the last round always has one
     target: float | None = None  # accuracy in [0, 1] whose rounds and MB are reported
@@ -85,6 +87,12 @@ class Experiment:
             raise UsageError(f"epochs must be above 0, not {self.epochs}")
         if self.cohort > self.clients:
             raise UsageError(f"cohort={self.cohort} is more than clients={self.clients}; lower one or raise the other")
+        if self.threads > MOST_THREADS:
+            raise UsageError(f"threads must be at most {MOST_THREADS}, not {self.threads}")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise UsageError(f"target is an accuracy above 0 and at most 1, not {self.target}; write 0.8 for 80 %")
+        if self.max_update_norm is not None and not self.max_update_norm > 0:
+            raise UsageError(f"max_update_norm must be above 0, not {self.max_update_norm}")
         if self.seed < 0:
             raise UsageError(f"seed must be at least 0, not {self.seed}")
         if self.balance is not None and self.prior is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .config import Experiment, override
+from .errors import UsageError
 from .progress import Progress
 from .record import free_folder
 from .report import html, load, summary
@@ -17,6 +18,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "fedavg": ("balance=none",),
     "fedavg+balance": ("balance=max",),
 }
+FIXED = ("balance", "method", "name", "prior")
 NOTES = (
     "Both arms see the same clients, cohorts, rounds, steps and starting weights.",
     "The prior was trained on the public half of the digits; no client and no test image is among them.",
@@ -29,16 +31,22 @@ def demo(words: Sequence[str], seeds: int, root: Path, progress: Progress) -> di
     Returns {"arms": {name: {"mean", "std", "seeds"}}, "seconds", "report"}: the headline is the mean
     accuracy over the last ten rounds, then mean and sample standard deviation over the seeds.
     """
+    for word in words:
+        if (key := word.partition("=")[0]) in FIXED:
+            raise UsageError(f"{key}= is what the demo compares; use fedprior run {word} instead")
     began = time.monotonic()
     folder = free_folder(root, "demo")
     scores: dict[str, list[float]] = {name: [] for name in ARMS}
+    experiments = []
     for seed in range(seeds):
         for name, arm in ARMS.items():
             base = override(Experiment(), [*arm, *(w for w in words if fits(arm, w))])
-            experiment = replace(base, seed=base.seed + seed, name=f"{name}-seed{base.seed + seed}")
-            progress.say(f"{name}, seed {experiment.seed}")
-            scores[name].append(run(experiment, folder, progress).result["mean_last10"])
-    runs = [folder / f"{name}-seed{experiment.seed - seeds + 1 + i}" for name in ARMS for i in range(seeds)]
+            own = replace(base, seed=base.seed + seed, name=f"{name}-seed{base.seed + seed}")
+            experiments.append((name, own))
+    for name, experiment in experiments:
+        progress.say(f"{name}, seed {experiment.seed}")
+        scores[name].append(run(experiment, folder, progress).result["mean_last10"])
+    runs = [folder / experiment.name for arm in ARMS for name, experiment in experiments if name == arm]
     report = folder / "report.html"
     html.write(load.report_data(runs, title="What a diffusion prior does for non-IID clients", notes=NOTES), report)
     arms = {}

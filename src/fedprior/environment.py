@@ -28,9 +28,9 @@ def device(name: str) -> torch.device:
 
     Raises UserError when the named device is not there: nothing ever falls back silently.
     """
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    there = {"cpu": True, "cuda": torch.cuda.is_available()}
     if name == "auto":
-        return torch.device(next(d for d in ("cuda", "mps", "cpu") if there[d]))
+        return torch.device(next(d for d in ("cuda", "cpu") if there[d]))
     if not there[name]:
         raise UserError(f"device={name} is not available here; use device=cpu, or device=auto to take what is there")
     return torch.device(name)

@@ -22,6 +22,14 @@ from .uploads import Upload
 WeightBy = Literal["training", "real", "uniform"]
 
 
+def num_steps(n: int, batch_size: int, steps: int | None, epochs: float | None) -> int:
+    """Local steps for n rows: `steps`, or as many full batches as cover `epochs` passes."""
+    if steps is not None:
+        return steps
+    assert epochs is not None
+    return max(1, math.ceil(round(epochs * n / batch_size, 9)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Worker:
     """Net, method and optimiser, and how much local work is done.
@@ -41,11 +49,8 @@ class Worker:
     seed: int = 0
 
     def num_steps(self, n: int) -> int:
-        """Local steps of a client with n rows: as many full batches as cover `epochs` passes."""
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return max(1, math.ceil(round(self.epochs * n / self.batch_size, 9)))
+        """Local steps of a client with n rows."""
+        return num_steps(n, self.batch_size, self.steps, self.epochs)
 
     def plan(self, n: int, round: int, client: int) -> Tensor:
         """Row numbers int64 [steps, batch]: shuffled passes over the n rows, joined end to end."""

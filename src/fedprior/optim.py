@@ -78,6 +78,8 @@ class AdamW:
 
     def __post_init__(self) -> None:
         _check(lr=self.lr, beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=self.weight_decay)
+        if max(self.beta1, self.beta2) >= 1:
+            raise UsageError(f"beta1 and beta2 must be below 1, not {self.beta1} and {self.beta2}")
 
     def init(self, params: Tree) -> Tree:
         return {"m": tree.zeros_like(params), "v": tree.zeros_like(params), "t": torch.zeros(())}

@@ -55,8 +55,8 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
             each = seconds_per_image(experiment, federation, device) if out["images"] else 0.0
         except UserError as error:  # a prior that is not there yet must not hide the rest
             return out | seconds | {"note": str(error)}
-        seconds["generation_seconds"] = round(each * out["images"], 1)
-        seconds["seconds"] = round(each * out["images"] + training, 1)
+        generation = round(each * out["images"], 1)
+        seconds |= {"generation_seconds": generation, "seconds": round(generation + training, 1)}
     return out | seconds
 
 

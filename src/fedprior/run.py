@@ -54,26 +54,26 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     engine, cohort = assemble.build_engine(experiment, net, federation.to(device))
     folder = Path(root) / experiment.name if experiment.name else free_folder(Path(root), default_name(experiment))
     record = Record(folder, experiment)
-    parts.save(folder / "partition.json")
     try:
+        parts.save(folder / "partition.json")
         server, curve, traffic, prepared = train(experiment, engine, cohort, federation, record, progress, began)
         finish(experiment, engine, federation, server, curve, record)
+        result = {
+            **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
+            "uplink_MB": sum(traffic.up.values()) / MB,
+            "downlink_MB": sum(traffic.down.values()) / MB,
+            "seconds": round(time.monotonic() - began, 3),
+            "preparation_seconds": round(prepared, 3),
+            "target": experiment.target,
+            "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
+            "synthetic_rows": synthesis.rows if synthesis else 0,
+            "weights": weight_digest(server.weights),
+            "directory": str(folder),
+        }
+        record.result(result)
     except BaseException as error:
         record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
         raise
-    result = {
-        **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
-        "uplink_MB": sum(traffic.up.values()) / MB,
-        "downlink_MB": sum(traffic.down.values()) / MB,
-        "seconds": round(time.monotonic() - began, 3),
-        "preparation_seconds": round(prepared, 3),
-        "target": experiment.target,
-        "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
-        "synthetic_rows": synthesis.rows if synthesis else 0,
-        "weights": weight_digest(server.weights),
-        "directory": str(folder),
-    }
-    record.result(result)
     record.status("done")
     return Outcome(result, curve)
 
@@ -176,7 +176,7 @@ class Judge:
         mean_rates = rates if rates.ndim == 1 else rates.mean(0)
         return {
             "accuracy": float(np.mean([e.accuracy for e in seen])),
-            "loss": float(np.mean([e.loss for e in seen])),
+            "loss": loss if np.isfinite(loss := float(np.mean([e.loss for e in seen]))) else None,
             "clients": client_accuracies(rates, counts),
             "per_class": [None if np.isnan(x) else float(x) for x in mean_rates],
         }

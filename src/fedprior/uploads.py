@@ -1,5 +1,6 @@
 """What a client sends back, and the reasons to refuse it."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ def check(upload: Upload, expected: Tree, max_norm: float | None) -> Refusal | N
             return refuse(f"{name} is {x.dtype} {list(x.shape)}, expected {y.dtype} {list(y.shape)}")
         if x.is_floating_point() and not torch.isfinite(x).all():
             return refuse(f"{name} has numbers that are not finite")
+    if not math.isfinite(upload.loss):
+        return refuse("its training loss is not finite; a lower local.lr may help")
     if not 0 < upload.weight < float("inf"):
         return refuse(f"its weight is {upload.weight}")
     if max_norm is not None and (norm := tree.norm(upload.tree["method"])) > max_norm:

@@ -33,7 +33,11 @@ def group(folders: Sequence[Path]) -> dict[str, list[Path]]:
     for folder in folders:
         values = config(folder)
         key = json.dumps({k: v for k, v in values.items() if k not in ("seed", "name")}, sort_keys=True)
-        arms.setdefault(key, (arm_name(values), []))[1].append(folder)
+        members = arms.setdefault(key, (arm_name(values), []))[1]
+        for other in members:
+            if config(other)["seed"] == values["seed"]:
+                raise UserError(f"{other} and {folder} are the same setting and seed; name one of them")
+        members.append(folder)
     out: dict[str, list[Path]] = {}
     for name, members in arms.values():
         n = sum(other == name or other.startswith(f"{name} ") for other in out)
