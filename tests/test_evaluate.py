@@ -63,3 +63,9 @@ def test_a_class_that_the_test_set_lacks_does_not_count_against_anyone():
     got = client_accuracies(rates, counts)
     assert (got["mean"], got["worst"]) == (0.75, 0.5)
     assert got["weighted"] == pytest.approx((4 * 0.5 + 5 * 1.0) / 9)
+
+
+def test_spread_and_tenth_percentile_over_clients_by_hand():
+    got = client_accuracies(np.array([0.0, 0.5, 1.0]), np.eye(3, dtype=int))
+    assert got["std"] == pytest.approx((0.5**2 * 2 / 3) ** 0.5)
+    assert got["p10"] == pytest.approx(0.1)

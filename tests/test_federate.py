@@ -248,3 +248,33 @@ def test_streams_differ_by_purpose_and_by_length_of_key():
     }
     assert len(set(draws.values())) == 6
     assert seeds.number(0, "a", 5) == seeds.number(0, "a", 5) >= 0
+
+
+def test_the_method_hears_the_round_and_the_share_of_clients_that_counted():
+    heard = []
+
+    class Listening(FedAvg):
+        def update(self, server, mean, round):
+            heard.append(round)
+            return super().update(server, mean, round)
+
+    engine = type("Bad", (Spoiled,), {"how": staticmethod(SPOILS["weight is -1"])})
+    result, _, traffic = go(Listening(), rounds=2, cohort=6, engine=engine)
+    assert heard == [(0, 5 / 6), (1, 5 / 6)]
+    assert traffic.up["delta"] == 2 * 6 * tree.num_bytes(result.server.weights["params"])  # a refused upload was sent
+
+
+def test_two_clients_with_the_same_rows_see_other_crops_and_the_loss_is_over_all_steps():
+    data, w = toy.federation(), toy.worker(FedAvg(), steps=2, augment=True)
+    down = {"weights": w.net.init(), "shared": {}}
+    a, b = (w.train(k, data.shard(0), down, {}, 0)[0] for k in (0, 1))
+    assert gap(a.tree["method"], b.tree["method"]) > 0
+    plain = toy.worker(FedAvg(), steps=2, optimizer=SGD(lr=0.0), norm="gn")
+    both = plain.train(0, data.shard(0), {"weights": plain.net.init(), "shared": {}}, {}, 0)[0].loss
+    losses = []
+    for rows in plain.plan(30, 0, 0):
+        batch = data.shard(0).batch(rows)
+        logits = plain.net(plain.net.init(), batch["image"]).logits
+        losses.append(torch.nn.functional.cross_entropy(logits, batch["label"]).item())
+    assert both == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert losses[0] != losses[1]

@@ -107,6 +107,8 @@ def test_baselines_and_local_statistics_report_like_the_rest(tmp_path, words):
     assert 0 <= result["last"] <= 1
     assert (result["uplink_MB"] > 0) == (words[0] == "bn_stats=local")
     assert (tmp_path / "b" / "report.html").exists()
+    columns = pq.read_table(tmp_path / "b" / "clients.parquet").column_names
+    assert ("accuracy" in columns) == (words[0] == "method=centralised")  # the others have no one model
     line = json.loads((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["clients"]["worst"] <= line["clients"]["mean"]
 
@@ -232,3 +234,15 @@ def test_the_same_seed_twice_is_no_second_seed(tmp_path):
         quick(tmp_path, "rounds=1", f"name={name}")
     with pytest.raises(UserError, match="same setting and seed"):
         report_data([tmp_path / "a", tmp_path / "b"])
+
+
+def test_an_interrupted_run_says_so(tmp_path, monkeypatch):
+    from fedprior.record import Record
+
+    def stop(self, metrics, timings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Record, "round", stop)
+    with pytest.raises(KeyboardInterrupt):
+        quick(tmp_path, "name=stopped")
+    assert json.loads((tmp_path / "stopped" / "manifest.json").read_text())["status"] == "interrupted"

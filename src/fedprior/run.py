@@ -192,17 +192,18 @@ def finish(
 ) -> None:
     """Model, clients' table, example images and report."""
     real, rows = federation.counts(synthetic=False), federation.counts()
-    if engine.worker.method.scope != "personal" and engine.worker.bn_stats == "average":
+    one_model = engine.worker.method.scope != "personal" and engine.worker.bn_stats == "average"
+    if one_model:
         about = {"net": experiment.net, "classes": json.dumps(federation.classes)}
         record.weights(server.weights, about)
-    record.clients(client_columns(real, rows, curve))
+    record.clients(client_columns(real, rows, curve[-1]["per_class"] if one_model else None))
     examples = {kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")}
     record.examples(federation.classes, examples)
     html.write(load.report_data([record.folder]), record.folder / "report.html")
 
 
-def client_columns(real: np.ndarray, rows: np.ndarray, curve: list[dict[str, Any]]) -> dict[str, Any]:
-    """One row a client: sizes, classes, and the last global model's accuracy on its class mix."""
+def client_columns(real: np.ndarray, rows: np.ndarray, per_class: list[float | None] | None) -> dict[str, Any]:
+    """One row a client: sizes, classes, and, where all share one model, its last accuracy on the client's mix."""
     columns: dict[str, Any] = {
         "client": np.arange(len(real)),
         "real": real.sum(1),
@@ -211,8 +212,8 @@ def client_columns(real: np.ndarray, rows: np.ndarray, curve: list[dict[str, Any
         "rows_by_class": list(rows),
         "real_by_class": list(real),
     }
-    if curve[-1]["per_class"] is not None:
-        rates = np.array(curve[-1]["per_class"], dtype=np.float64)  # None becomes NaN
+    if per_class is not None:
+        rates = np.array(per_class, dtype=np.float64)  # None becomes NaN
         columns["accuracy"] = accuracy_by_client(rates, real)
     return columns
 

@@ -62,6 +62,9 @@ def report_data(folders: Sequence[Path], title: str = "", notes: Sequence[str] =
     shown = max(range(len(folders)), key=lambda i: int(rows[i].sum()))
     before = np.array(tables[shown]["real_by_class"].to_pylist(), dtype=np.int64)
     classes, images = examples(folders[shown])
+    for folder in folders:
+        if examples(folder)[0] != classes:
+            raise UserError(f"{folder} and {folders[shown]} have different classes; report them apart")
     manifest = json.loads((folders[shown] / "manifest.json").read_text(encoding="utf-8"))
     values = config(folders[shown])
     return ReportData(
