@@ -10,13 +10,14 @@ from . import environment, nets
 from .config import Experiment, PriorChoice
 from .data import partition, sources
 from .data.augment import STATISTICS
-from .data.table import Federation
+from .data.table import Federation, Table
 from .engines.serial import Serial
 from .errors import UsageError, UserError
 from .local import Worker, num_steps
+from .memory import ClientMemory
 from .net import Net
-from .prepare.balance import plan
-from .prepare.synthesis import Report, synthesise
+from .prepare.balance import BalanceToMax, plan
+from .prepare.synthesis import Report, server_images, synthesise
 from .priors import prompts
 from .priors.diffusion import DiffusionPrior
 from .progress import Progress
@@ -61,16 +62,44 @@ def load_prior(choice: PriorChoice, device: torch.device) -> DiffusionPrior:
     )
 
 
-def balance(
-    experiment: Experiment, federation: Federation, device: torch.device, progress: Progress
-) -> tuple[Federation, Report]:
-    """The federation with the synthetic rows that the experiment's balance asks for."""
-    assert experiment.balance is not None
+def prior_for(experiment: Experiment, federation: Federation, device: torch.device) -> DiffusionPrior:
+    """The experiment's prior, which must know the federation's classes."""
     assert experiment.prior is not None
     prior = load_prior(experiment.prior, device)
     strange = [c for c in federation.classes if c not in prior.defaults.get("classes", federation.classes)]
     if strange:
         raise UsageError(f"prior={prior.name} does not know '{strange[0]}'; name a prior for these classes with prior=")
+    return prior
+
+
+def images_for_server(
+    experiment: Experiment, federation: Federation, device: torch.device, progress: Progress
+) -> Table | None:
+    """The prior's images that the method wants on the server; None where it wants none."""
+    per_class = experiment.method.images
+    if not per_class:
+        return None
+    prior = prior_for(experiment, federation, device)
+    height, width = federation.table["image"].shape[2:]
+    with progress.task(f"server's images from {prior.name}", per_class * len(federation.classes)) as update:
+        images = server_images(
+            prior,
+            federation.classes,
+            (height, width),
+            per_class,
+            experiment.balance or BalanceToMax(),
+            seed=experiment.seed,
+            progress=lambda done, total: update(done, ""),
+        )
+    return {name: column.to(device) for name, column in images.items()}
+
+
+def balance(
+    experiment: Experiment, federation: Federation, device: torch.device, progress: Progress
+) -> tuple[Federation, Report]:
+    """The federation with the synthetic rows that the experiment's balance asks for."""
+    assert experiment.balance is not None
+    prior = prior_for(experiment, federation, device)
     templates = prompts.templates(experiment.balance.templates)
     words = [prompts.prompt(name, template) for name in federation.classes for template in templates]
     if cut := prior.truncated(words):
@@ -92,6 +121,7 @@ def balance(
 def build_net(experiment: Experiment, federation: Federation, device: torch.device) -> Net:
     height, width = federation.test["image"].shape[2:]
     module = nets.build(experiment.net, len(federation.classes), size=(height, width), seed=experiment.seed)
+    module = experiment.method.adapt(module, experiment.seed)
     mean, std = STATISTICS.get(experiment.data.name, ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
     return Net(module.to(device), mean, std, experiment.precision)
 
@@ -111,26 +141,32 @@ def cohort_steps(experiment: Experiment, federation: Federation) -> int:
     return max(1, round(experiment.cohort * sum(own) / max(1, len(own))))
 
 
-def build_engine(experiment: Experiment, net: Net, federation: Federation) -> tuple[Serial, int]:
+def build_engine(
+    experiment: Experiment, net: Net, federation: Federation, memory: ClientMemory | None = None
+) -> tuple[Serial, int]:
     """-> (engine, cohort size). Where all data lie in one place, one worker takes the whole cohort's steps."""
-    method = replace(experiment.method, server=experiment.server)
+    method = experiment.method
     steps, epochs, cohort = experiment.steps, experiment.epochs, experiment.cohort
-    if method.scope == "pooled":
+    if method.pooled:
         steps, epochs = cohort_steps(experiment, federation), None
         federation, cohort = pool(federation), 1
     worker = Worker(
         net=net,
         method=method,
         optimizer=experiment.local,
+        schedule=experiment.schedule,
         batch_size=experiment.batch_size,
         steps=steps,
         epochs=epochs,
         augment=experiment.augment,
         bn_stats=experiment.bn_stats,
         weight_by=experiment.weight_by,
+        persist_optimizer=experiment.persist_optimizer,
+        clip_gradient=experiment.clip_gradient,
+        straggler_rate=experiment.straggler_rate,
         seed=experiment.seed,
     )
-    engine = Serial(worker, federation)
+    engine = Serial(worker, federation, memory)
     if not engine.clients:
         raise UserError("no client holds any data; lower clients= or raise partition.min_size")
     if cohort > len(engine.clients):

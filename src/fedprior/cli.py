@@ -111,14 +111,18 @@ def demo(
 
 @app.command()
 def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
-    """Train one experiment and write its run directory."""
+    """Train one experiment and write its run directory; or go on with a run directory that was stopped."""
     from .progress import clock, for_terminal
     from .run import run as run_experiment
 
-    result = run_experiment(experiment_of(words), runs, for_terminal()).result
+    experiment = experiment_of(words)
+    if words and "=" not in words[0] and Path(words[0]).is_dir() and not experiment.name:
+        here = Path(words[0]).resolve()
+        experiment, runs = replace(experiment, name=here.name), Path(words[0]).parent
+    result = run_experiment(experiment, runs, for_terminal()).result
     rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
     rows[-1][0] = "best (optimistic)"
-    table("Test accuracy", ["", "global model"], rows)
+    table("Test accuracy", ["", "global model, or mean over clients' own"], rows)
     print(
         f"{result['rounds']} rounds, {result['uplink_MB']:.3f} MB up, {result['downlink_MB']:.3f} MB down, "
         f"{clock(result['seconds'])}. Report: {result['directory']}/report.html"

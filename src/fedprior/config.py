@@ -7,17 +7,20 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .aggregate import AGGREGATES, Mean
 from .data.partition import PARTITIONS
 from .errors import UsageError, unknown
 from .local import WeightBy
 from .method import Method
 from .methods import METHODS, FedAvg
 from .net import BNStats, Precision
-from .optim import OPTIMIZERS, SGD, Optimizer
+from .optim import OPTIMIZERS, SERVER_OPTIMIZERS, SGD, Optimizer
 from .prepare.balance import BALANCES, Balance
+from .schedule import SCHEDULES, Constant, Schedule
 
 MOST_THREADS = 1024  # far more than pay; without a bound a slip of the finger ends in a crash
 
+Aggregate = Any  # one of the rules in aggregate.py
 Scheme = Any  # one of the partition dataclasses; they share nothing but their registry
 
 
@@ -54,29 +57,40 @@ class Experiment:
     partition: Scheme = field(default_factory=lambda: PARTITIONS["dirichlet"](alpha=0.05))
     net: str = "cnn"
     method: Method = field(default_factory=FedAvg)
-    server: Optimizer = field(default_factory=lambda: SGD(lr=1.0))
+    server: Optimizer | None = None  # None: the method's own, after which it is never None
+    aggregate: Aggregate = field(default_factory=Mean)
     local: Optimizer = field(default_factory=lambda: SGD(lr=0.1))
+    schedule: Schedule = field(default_factory=Constant)  # of the local rate
+    persist_optimizer: bool = False  # clients' optimisers keep their state between rounds
+    clip_gradient: float | None = None  # local gradients are scaled down to this norm
     steps: int | None = 20  # local steps a round; or
     epochs: float | None = None  # local passes a round, fractions allowed
     batch_size: int = 32
     augment: bool = False  # random crop and flip
     cohort: int = 5  # clients a round
+    drop_rate: float = 0.0  # probability that a client of the cohort does not answer
+    straggler_rate: float = 0.0  # probability that a client does only part of its steps
+    min_cohort: int = 1  # good updates below which a round is abandoned
     rounds: int = 30
     weight_by: WeightBy = "training"
     bn_stats: BNStats = "average"
     max_update_norm: float | None = None  # a longer update is refused
+    clip_update_norm: float | None = None  # a longer update is scaled down
     prior: PriorChoice | None = field(default_factory=PriorChoice)
     balance: Balance | None = None
     seed: int = 0
     precision: Precision = "fp32"
     engine: Literal["serial"] = "serial"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    memory_MB: float = 4000.0  # what clients remember beyond this is kept on disk only
     threads: int = 1  # of a CPU; more pay for large nets on idle cores only, and change the last bits
     evaluate_every: int = 1  # rounds between evaluations; the last round always has one
     target: float | None = None  # accuracy in [0, 1] whose rounds and MB are reported
 
     def __post_init__(self) -> None:
-        for key in ("clients", "batch_size", "cohort", "rounds", "evaluate_every", "threads"):
+        if self.name in (".", "..") or set(self.name) & set('/\\:*?"<>|\0'):
+            raise UsageError(f"name={self.name} is no plain directory name; --runs says where it goes")
+        for key in ("clients", "batch_size", "cohort", "min_cohort", "rounds", "evaluate_every", "threads"):
             if getattr(self, key) < 1:
                 raise UsageError(f"{key} must be at least 1, not {getattr(self, key)}")
         if (self.steps is None) == (self.epochs is None):
@@ -91,12 +105,27 @@ class Experiment:
             raise UsageError(f"threads must be at most {MOST_THREADS}, not {self.threads}")
         if self.target is not None and not 0 < self.target <= 1:
             raise UsageError(f"target is an accuracy above 0 and at most 1, not {self.target}; write 0.8 for 80 %")
-        if self.max_update_norm is not None and not self.max_update_norm > 0:
-            raise UsageError(f"max_update_norm must be above 0, not {self.max_update_norm}")
+        for key in ("max_update_norm", "clip_update_norm", "clip_gradient"):
+            if (value := getattr(self, key)) is not None and not value > 0:
+                raise UsageError(f"{key} must be above 0, not {value}")
+        for key in ("drop_rate", "straggler_rate"):
+            if not 0 <= getattr(self, key) < 1:
+                raise UsageError(f"{key} is a probability from 0 to below 1, not {getattr(self, key)}")
+        if self.min_cohort > self.cohort:
+            raise UsageError(f"min_cohort={self.min_cohort} is more than cohort={self.cohort}; no round would count")
+        if not self.memory_MB >= 0:
+            raise UsageError(f"memory_MB must be at least 0, not {self.memory_MB}")
         if self.seed < 0:
             raise UsageError(f"seed must be at least 0, not {self.seed}")
         if self.balance is not None and self.prior is None:
             raise UsageError("balance needs a prior; name one with prior=, or say balance=none")
+        if self.method.images and self.prior is None:
+            raise UsageError(f"method={CHOICES['method'].name_of(self.method)} needs a prior; name one with prior=")
+        # method and experiment name one server optimiser between them
+        server = self.method.server if self.server is None else self.server
+        object.__setattr__(self, "server", server)
+        object.__setattr__(self, "method", replace(self.method, server=server))
+        self.method.check(self.local)
 
 
 @dataclass(frozen=True)
@@ -124,7 +153,9 @@ CHOICES: dict[str, Choice] = {
     "prior": Choice(lambda name: PriorChoice(name=name), lambda value: value.name),
     "partition": _registry("partition", PARTITIONS),
     "method": _registry("method", METHODS),
-    "server": _registry("optimiser", OPTIMIZERS),
+    "server": _registry("server optimiser", SERVER_OPTIMIZERS),
+    "aggregate": _registry("aggregation rule", AGGREGATES),
+    "schedule": _registry("schedule", SCHEDULES),
     "local": _registry("optimiser", OPTIMIZERS),
     "balance": _registry("balance", BALANCES),
 }
@@ -146,7 +177,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     """A copy changed by words such as "method=fedprox" and "method.mu=0.1".
 
     Names ("method=") count before their values ("method.mu=") whatever the order; otherwise the later
-    word wins. Raises UsageError for an unknown key (with the nearest ones) or a bad value.
+    word wins. A new method brings its own server optimiser, unless a word names one. Raises UsageError for an unknown key (with the nearest ones) or a bad value.
     """
     pairs = []
     for word in words:
@@ -166,6 +197,8 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
             raise _unknown_key(replace(experiment, **_consistent(changes)), key, current)
         if head in CHOICES and (not tail or tail == "name"):
             changes[head] = None if head in OPTIONAL and text == "none" else CHOICES[head].make(text)
+            if head == "method" and not given & {"server", "server.name"}:
+                changes["server"] = changes[head].server
         elif head in CHOICES:
             assert current is not None
             changes[head] = replace(current, **{tail: parse(get_type_hints(type(current))[tail], text, key)})

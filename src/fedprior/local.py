@@ -1,9 +1,10 @@
 """Local training of one client. Every engine runs these functions; none has its own."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -14,8 +15,9 @@ from . import seeds, tree
 from .data.augment import crop_flip
 from .data.table import Shard, Table
 from .method import Context, Method, Result
-from .net import BNStats, Net, layout
+from .net import BNStats, Net, layout, split
 from .optim import Optimizer
+from .schedule import Constant, Schedule
 from .tree import Tree
 from .uploads import Upload
 
@@ -41,83 +43,125 @@ class Worker:
     method: Method
     optimizer: Optimizer
     batch_size: int
+    schedule: Schedule = Constant()
     steps: int | None = None
     epochs: float | None = None
     augment: bool = False
     bn_stats: BNStats = "average"
     weight_by: WeightBy = "training"
+    persist_optimizer: bool = False
+    clip_gradient: float | None = None
+    straggler_rate: float = 0.0
     seed: int = 0
 
+    @cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of the params and buffers that never leave a client."""
+        return self.method.keeps(self.net) | (self.net.buffer_names if self.bn_stats == "local" else frozenset())
+
     def num_steps(self, n: int) -> int:
-        """Local steps of a client with n rows."""
+        """Local steps of a client with n rows that does all its work."""
         return num_steps(n, self.batch_size, self.steps, self.epochs)
+
+    def work(self, n: int, round: int, client: int) -> int:
+        """The steps that a client takes in a round: all, or for a straggler 1 to all but one, evenly drawn."""
+        steps, rng = self.num_steps(n), seeds.stream(self.seed, "straggler", round, client)
+        if steps > 1 and rng.random() < self.straggler_rate:
+            return int(rng.integers(1, steps))
+        return steps
 
     def plan(self, n: int, round: int, client: int) -> Tensor:
         """Row numbers int64 [steps, batch]: shuffled passes over the n rows, joined end to end."""
         rng = seeds.stream(self.seed, "batches", round, client)
-        steps = self.num_steps(n)
+        steps = self.work(n, round, client)
         passes = -(-steps * self.batch_size // n)
         rows = np.concatenate([rng.permutation(n) for _ in range(passes)])
         return torch.from_numpy(rows[: steps * self.batch_size].reshape(steps, self.batch_size))
+
+    def scales(self, n: int, round: int, done: int) -> list[float]:
+        """The schedule's factors in the first `done` steps of a client with n rows."""
+        steps = self.num_steps(n)
+        return [self.schedule.factor(round, step, steps) for step in range(done)]
 
     def train(self, client: int, shard: Shard, down: Tree, memory: Tree, round: int) -> tuple[Upload, Tree]:
         """One client's round -> (upload, memory). `memory` is {} at its first round."""
         ctx = self.open(down, memory)
         carry = self.init(ctx, memory)
         plan = self.plan(len(shard), round, client).to(shard.rows.device)
+        scales = self.scales(len(shard), round, len(plan))
         crops = seeds.stream(self.seed, "augment", round, client)
         total = torch.zeros((), device=self.net.device)
         with own_generator(seeds.number(self.seed, "dropout", round, client), self.net.device):
-            for which in plan:
+            for which, scale in zip(plan, scales, strict=True):
                 batch = shard.batch(which)
                 if self.augment:
                     batch["image"] = crop_flip(batch["image"], rng=crops)
-                carry, loss = self.step(carry, batch, ctx)
+                carry, loss = self.step(carry, batch, ctx, scale)
                 total += loss
-        return self.finish(client, carry, len(plan), float(total) / len(plan), shard, ctx)
+        return self.finish(client, carry, scales, float(total) / len(plan), shard, ctx, down)
 
     def open(self, down: Tree, memory: Tree) -> Context:
         """What the client knows when its round begins."""
-        mine = memory["method"] if memory else self.method.init_client(down["weights"])
-        start = layout(self.method.receive(down["weights"], mine))
-        if self.bn_stats == "local":  # the server has none: a client's own, at first those of the untrained net
-            start = start | {"buffers": memory.get("buffers") or self.net.init()["buffers"]}
-        return Context(self.net, start, down["shared"], mine)
+        start = layout(self.assemble(down["weights"], memory))
+        mine = memory["method"] if memory else self.method.init_client(self.net, start)
+        return Context(self.net, start, layout(down["shared"]), layout(mine))
+
+    def assemble(self, weights: Tree, memory: Tree) -> Tree:
+        """The server's weights and what the client keeps, at first as in the untrained net."""
+        if not self.kept:
+            return weights
+        first = self.net.init()
+        own = memory.get("kept") or split(first, self.kept)[1]
+        return {
+            group: {k: own[group][k] if k in self.kept else weights[group][k] for k in part}
+            for group, part in first.items()
+        }
 
     def init(self, ctx: Context, memory: Tree) -> Tree:
-        """The state that local steps carry. The optimiser starts afresh, except where all data lie in one place."""
+        """The state that local steps carry. The optimiser starts afresh, unless it is told to persist or all data
+        lie in one place."""
         opt = memory["opt"] if "opt" in memory else self.optimizer.init(ctx.start["params"])
-        return {"weights": ctx.start, "opt": opt}
+        carry = {"weights": ctx.start, "opt": opt}
+        return carry | ({"gradient": tree.zeros_like(ctx.start["params"])} if self.method.mean_gradient else {})
 
-    def step(self, carry: Tree, batch: Table, ctx: Context) -> tuple[Tree, Tensor]:
-        """One gradient step -> (carry, loss)."""
+    def step(self, carry: Tree, batch: Table, ctx: Context, scale: float = 1.0) -> tuple[Tree, Tensor]:
+        """One gradient step at `scale` times the optimiser's rate -> (carry, loss)."""
         before = carry["weights"]
         params = {k: p.detach().requires_grad_() for k, p in before["params"].items()}
         loss, out = self.method.loss(before | {"params": params}, batch, ctx)
         grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
         with torch.no_grad():
+            after: Tree = {}
+            if self.method.mean_gradient:
+                after["gradient"] = tree.add(carry["gradient"], grads)
             grads = self.method.gradient(grads, before["params"], ctx)
-            updated, opt = self.optimizer.update(grads, carry["opt"], before["params"])
-            updated = self.method.project(updated, self.optimizer.lr, ctx)
-        return {"weights": {"params": updated, "buffers": out.buffers}, "opt": opt}, loss.detach()
+            if self.clip_gradient is not None:
+                grads = clip(grads, self.clip_gradient)
+            updated, opt = self.optimizer.update(grads, carry["opt"], before["params"], scale)
+            updated = self.method.project(updated, self.optimizer.lr * scale, ctx)
+        return after | {"weights": {"params": updated, "buffers": out.buffers}, "opt": opt}, loss.detach()
 
     @torch.no_grad()
     def finish(
-        self, client: int, carry: Tree, steps: int, loss: float, shard: Shard, ctx: Context
+        self, client: int, carry: Tree, scales: Sequence[float], loss: float, shard: Shard, ctx: Context, down: Tree
     ) -> tuple[Upload, Tree]:
-        """-> (upload, memory)"""
-        weights = carry["weights"]
-        delta = tree.sub(weights["params"], ctx.start["params"])
-        travel, length = steps * self.optimizer.lr, self.optimizer.length(steps)
-        sent, mine = self.method.finish(Result(weights, delta, steps, travel, length), shard, ctx)
+        """-> (upload, memory) after one step at each of the `scales`."""
+        weights, steps = carry["weights"], len(scales)
+        public = down["weights"]["params"]
+        delta = {k: weights["params"][k] - ctx.start["params"][k] for k in public}
+        rates = [self.optimizer.lr * scale for scale in scales]
+        length = self.optimizer.length(rates, self.method.pull)
+        gradient = tree.scale(carry.get("gradient", {}), 1 / steps)
+        result = Result(weights, delta, steps, math.fsum(rates), length, gradient)
+        sent, mine = self.method.finish(result, shard, ctx)
         up, memory = {"method": sent}, {"method": mine}
-        if self.method.scope == "pooled":
+        if self.method.pooled or self.persist_optimizer:
             memory["opt"] = carry["opt"]
-        if self.bn_stats == "local":
-            memory["buffers"] = weights["buffers"]
-        elif self.method.scope != "personal":
-            up["buffers"] = weights["buffers"]
-        return Upload(client, up, self.method.weight(self.size(shard)), loss, steps), memory
+        if self.kept:
+            memory["kept"] = split(weights, self.kept)[1]
+        up["buffers"] = {k: weights["buffers"][k] for k in down["weights"]["buffers"]}
+        weight = self.method.weight(self.size(shard))
+        return Upload(client, up, weight, loss, steps, self.num_steps(len(shard))), memory
 
     def size(self, shard: Shard) -> float:
         """What weighs this client's update."""
@@ -131,7 +175,15 @@ class Worker:
         """A tree with the names, shapes and dtypes of a good upload: that of a client that did not move."""
         ctx = self.open(down, {})
         carry = self.init(ctx, {})
-        return self.finish(0, carry, 1, 0.0, Shard(shard.table, shard.rows[:1]), ctx)[0].tree
+        return self.finish(0, carry, [1.0], 0.0, Shard(shard.table, shard.rows[:1]), ctx, down)[0].tree
+
+
+def clip(grads: Tree, most: float) -> Tree:
+    """The gradients scaled down to a Euclidean norm of at most `most` over all of them, as torch's clip_grad_norm_."""
+    norm = torch.stack([g.norm() for g in tree.flatten(grads).values()]).norm()
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    clipped: Tree = tree.map(lambda g: g * factor, grads)
+    return clipped
 
 
 @contextmanager

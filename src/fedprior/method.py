@@ -1,11 +1,11 @@
 """What makes one federated method differ from another."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import tree
 from .data.table import Shard, Table
@@ -13,11 +13,14 @@ from .net import Net, Output
 from .optim import SGD, Optimizer
 from .tree import Tree
 
+Aggregate = Callable[[Iterable[tuple[Tree, float]], frozenset[str]], Tree]
+"""(uploads with weights, groups that count each client once) -> one tree; see `aggregate.py`."""
+
 
 class Server(NamedTuple):
     """All the server remembers between rounds."""
 
-    weights: Tree  # {"params": ..., "buffers": ...}
+    weights: Tree  # {"params": ..., "buffers": ...}, without what clients keep to themselves
     opt: Tree  # state of the server's optimiser
     state: Tree  # whatever else the method keeps
 
@@ -35,10 +38,11 @@ class Result(NamedTuple):
     """What local training produced."""
 
     weights: Tree
-    delta: Tree  # change of the params
+    delta: Tree  # change of the params that the server knows
     steps: int
-    travel: float  # sum of the learning rates of all steps
-    length: float  # FedNova's a: weight of all gradients in delta, in units of one step
+    travel: float  # sum of the learning rates of all steps, as really applied
+    length: float  # FedNova's a: displacement under gradients of one, at the rates really applied
+    gradient: Tree  # mean over the steps of the gradients of `loss`; {} unless the method sets mean_gradient
 
 
 class Round(NamedTuple):
@@ -55,28 +59,55 @@ class Method:
     on tensor values; the others are ordinary Python.
     """
 
-    scope: ClassVar[Literal["global", "personal", "pooled"]] = "global"
-    """global: one model, averaged. personal: each client keeps its own. pooled: all data in one place."""
+    pooled: ClassVar[bool] = False
+    """All data lie in one place; nothing is sent."""
+
+    mean_gradient: ClassVar[bool] = False
+    """Local training adds up the gradients of `loss`, for Result.gradient."""
+
+    once: ClassVar[frozenset[str]] = frozenset()
+    """Groups of the upload in which each client counts once, whatever its weight: {"control"}."""
 
     server: Optimizer = field(default=SGD(lr=1.0), metadata={"config": False})
     """Takes the mean client update as a descent direction; the experiment's `server` key sets it."""
 
+    def check(self, local: Optimizer) -> None:
+        """Raises UsageError when the method cannot work with its optimisers."""
+
+    def remark(self, net: Net) -> str:
+        """What a person should know about the method with this net; "" for nothing."""
+        return ""
+
+    # before round 1
+    def adapt(self, module: nn.Module, seed: int) -> nn.Module:
+        """The net that the method trains, given the plain one: with another head, for example."""
+        return module
+
+    def keeps(self, net: Net) -> frozenset[str]:
+        """Names of the params and buffers that never leave a client."""
+        return frozenset()
+
+    @property
+    def images(self) -> int:
+        """Images of each class that the server needs from the prior, for `pretrain` or `deploy`."""
+        return 0
+
+    def pretrain(self, net: Net, weights: Tree, images: Table, seed: int) -> Tree:
+        """The server's weights before round 1, given the initial ones and the prior's images."""
+        return weights
+
     # server -> client
-    def init_server(self, weights: Tree, seed: int) -> Tree:
+    def init_server(self, net: Net, weights: Tree, seed: int) -> Tree:
         """What the method keeps on the server before round 1."""
         return {}
 
-    def init_client(self, weights: Tree) -> Tree:
-        """What a client remembers before its first round."""
+    def init_client(self, net: Net, weights: Tree) -> Tree:
+        """What a client remembers before its first round, given all the weights it begins with."""
         return {}
 
     def broadcast(self, server: Server) -> Tree:
         """What is sent to the clients beside the model."""
         return {}
-
-    def receive(self, weights: Tree, mine: Tree) -> Tree:
-        """The weights a client starts from, given the global ones."""
-        return weights
 
     # on the client, in every step
     def loss(self, weights: Tree, batch: Table, ctx: Context) -> tuple[Tensor, Output]:
@@ -88,8 +119,13 @@ class Method:
         """The gradient that the local optimiser gets."""
         return grads
 
+    @property
+    def pull(self) -> float:
+        """The strength of a proximal term in `gradient`, for Result.length."""
+        return 0.0
+
     def project(self, params: Tree, lr: float, ctx: Context) -> Tree:
-        """The params after the local optimiser's step."""
+        """The params after the local optimiser's step at rate `lr`."""
         return params
 
     # on the client, after local training
@@ -102,12 +138,17 @@ class Method:
         return size
 
     # client -> server
-    def reduce(self, uploads: Iterable[tuple[Tree, float]]) -> Tree:
-        """The mean of the uploads, which come in the order of client ids."""
-        return tree.mean(uploads)
+    def reduce(self, uploads: Iterable[tuple[Tree, float]], aggregate: Aggregate) -> Tree:
+        """One tree from the uploads {"method": ..., "buffers": ...}, which come in the order of client ids."""
+        return aggregate(uploads, frozenset(f"method/{group}" for group in self.once))
 
     def update(self, server: Server, mean: Tree, round: Round) -> Server:
-        """The server after a round."""
+        """The server after a round, given the method's part of what `reduce` made."""
         direction = tree.scale(mean["delta"], -1.0)
         params, opt = self.server.update(direction, server.opt, server.weights["params"])
         return server._replace(weights=server.weights | {"params": params}, opt=opt)
+
+    # when the model is judged or saved
+    def deploy(self, net: Net, weights: Tree, images: Table | None, seed: int) -> Tree:
+        """The global model to evaluate, given the server's weights; training goes on from the latter."""
+        return weights

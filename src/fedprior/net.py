@@ -1,6 +1,6 @@
 """A classifier as a pure function of its weights."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -38,6 +38,39 @@ class Net:
         self.module, self.mean, self.std, self.precision = module, mean, std, precision
         self.device = next(module.parameters()).device
 
+    @property
+    def width(self) -> int:
+        """D, the size of the features."""
+        return int(self.module.width)  # type: ignore[arg-type]
+
+    @property
+    def classes(self) -> int:
+        """K, the number of logits."""
+        return int(self.module.head.out_features)  # type: ignore[union-attr, arg-type]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all params and buffers."""
+        return self.param_names | self.buffer_names
+
+    @property
+    def param_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.module.named_parameters())
+
+    @property
+    def buffer_names(self) -> frozenset[str]:
+        return frozenset(name for name, _ in self.module.named_buffers())
+
+    @property
+    def batch_norm_names(self) -> frozenset[str]:
+        """Params and buffers of batch-norm layers."""
+        return frozenset(
+            f"{path}.{name}" if path else name
+            for path, layer in self.module.named_modules()
+            if isinstance(layer, nn.modules.batchnorm._BatchNorm)
+            for name in layer.state_dict()
+        )
+
     def init(self) -> Tree:
         """The module's own weights as {"params": ..., "buffers": ...}, copied."""
         params = {k: p.detach().clone() for k, p in self.module.named_parameters()}
@@ -55,6 +88,13 @@ class Net:
         return Output(features.float(), logits.float(), buffers)
 
 
+def split(weights: Tree, names: Container[str]) -> tuple[Tree, Tree]:
+    """-> (the weights without `names`, those of `names`); both keep the groups and the order."""
+    rest = {group: {k: x for k, x in part.items() if k not in names} for group, part in weights.items()}
+    named = {group: {k: x for k, x in part.items() if k in names} for group, part in weights.items()}
+    return rest, named
+
+
 def layout(weights: Tree) -> Tree:
     """Convolution kernels in channels-last memory: 1.2 times faster on a CPU, and the same bits wherever the
     weights came from (a file or a message has no memory layout)."""
@@ -62,4 +102,5 @@ def layout(weights: Tree) -> Tree:
     def place(x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last) if x.ndim == 4 else x
 
-    return tree.map(place, weights)
+    placed: Tree = tree.map(place, weights)
+    return placed

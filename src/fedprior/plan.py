@@ -63,7 +63,7 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
 def traffic_MB(experiment: Experiment, engine: Serial, cohort: int) -> float:
     """Both directions over all rounds."""
     worker = engine.worker
-    if worker.method.scope != "global":
+    if worker.method.pooled:
         return 0.0
     server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
     down = {"weights": server.weights, "shared": worker.method.broadcast(server)}
@@ -98,6 +98,6 @@ def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: 
     for _ in range(2):
         carry, _ = worker.step(carry, shard.batch(which), ctx)
     step = (time.perf_counter() - began) / 2
-    sizes = rows.sum(1) if worker.method.scope != "pooled" else rows.sum(keepdims=True)
+    sizes = rows.sum(1) if not worker.method.pooled else rows.sum(keepdims=True)
     steps = sum(worker.num_steps(int(n)) for n in sizes if n) / max(1, int((sizes > 0).sum()))
     return step * steps * cohort * experiment.rounds

@@ -3,14 +3,16 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from safetensors.torch import save_file
 
-from . import environment, store
+from . import environment, store, tree
 from .config import Experiment, to_toml
 from .errors import UserError
 from .tree import Tree
@@ -18,17 +20,64 @@ from .tree import Tree
 SCHEMA_VERSION = 1
 
 
+LINES = ("metrics", "timings")
+
+
 class Record:
-    """Writes a run directory. `metrics.jsonl` holds what the same run gives again to the byte; times are apart."""
+    """Writes a run directory. `metrics.jsonl` holds what the same run gives again to the byte; times are apart.
+
+    One process at a time writes to a directory: `with Record(...)` holds its lock.
+    """
 
     def __init__(self, folder: Path, experiment: Experiment) -> None:
-        if folder.exists() and any(folder.iterdir()):
-            raise UserError(f"{folder} is not empty; choose another name= or remove it first")
-        folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
-        store.write_text(folder / "config.toml", to_toml(experiment))
-        self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "status": "running"}
+        self.folder, self.experiment = folder, experiment
+        self.lock = FileLock(folder / "checkpoints" / "lock", timeout=0)
+        self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+
+    def __enter__(self) -> Self:
+        try:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            self.lock.acquire()
+        except Timeout:
+            raise UserError(f"another process is writing to {self.folder}; wait for it or choose another name=") from None
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"{self.folder} cannot be a directory, a file is in the way; choose another name=") from None
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+    def begin(self) -> None:
+        """From the first line."""
+        store.write_text(self.folder / "config.toml", to_toml(self.experiment))
+        self.cut({})
         self.status("running")
+
+    def resume(self, lengths: dict[str, int], done: int) -> None:
+        """After the lines that a checkpoint counts on, with `done` rounds done."""
+        store.write_text(self.folder / "config.toml", to_toml(self.experiment))
+        self.cut(lengths)
+        path = self.folder / "manifest.json"
+        with suppress(OSError, json.JSONDecodeError):
+            self.manifest |= json.loads(path.read_text(encoding="utf-8"))
+        self.manifest.pop("error", None)
+        self.status("running", resumed_after=[*self.manifest.get("resumed_after", []), done])
+
+    def lengths(self) -> dict[str, int]:
+        """The bytes of the line files."""
+        return {name: self._size(name) for name in LINES}
+
+    def _size(self, name: str) -> int:
+        path = self.folder / f"{name}.jsonl"
+        return path.stat().st_size if path.exists() else 0
+
+    def cut(self, lengths: dict[str, int]) -> None:
+        """Leaves the first so many bytes of each line file."""
+        for name in LINES:
+            if self._size(name) > lengths.get(name, 0):
+                with (self.folder / f"{name}.jsonl").open("rb+") as f:
+                    f.truncate(lengths.get(name, 0))
+                    os.fsync(f.fileno())
 
     def status(self, status: str, **more: Any) -> None:
         """Says in manifest.json how the run stands: running, done, failed or interrupted."""
@@ -38,7 +87,7 @@ class Record:
 
     def round(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """One line each, on disk before this returns."""
-        for name, line in (("metrics", metrics), ("timings", timings)):
+        for name, line in zip(LINES, (metrics, timings), strict=True):
             with (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as f:
                 f.write(json.dumps(line, allow_nan=False) + "\n")
                 f.flush()
@@ -71,9 +120,20 @@ class Record:
 def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
-    if not path.exists():
-        raise UserError(f"{folder} holds no metrics.jsonl; name a run directory, e.g. runs/digits-fedavg")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no metrics.jsonl; name a run directory, e.g. runs/digits-fedavg") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise UserError(f"{path} is damaged; `fedprior run {folder}` goes on from the last checkpoint") from None
+
+
+def status(folder: Path) -> str:
+    """How a run stands; "unknown" where its manifest cannot be read."""
+    try:
+        return str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["status"])
+    except (OSError, KeyError, json.JSONDecodeError):
+        return "unknown"
 
 
 def free_folder(root: Path, name: str) -> Path:
@@ -85,12 +145,8 @@ def free_folder(root: Path, name: str) -> Path:
 
 
 def weight_digest(weights: Tree) -> str:
-    """SHA-256 over names and values of all weights: equal digests mean equal models."""
+    """SHA-256 over names and values of all tensors: equal digests mean equal models."""
     parts: list[bytes | str] = []
-    for group in weights.values():
-        for name, x in sorted(group.items()):
-            parts += [
-                name,
-                x.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if x.ndim else str(x.item()),
-            ]
+    for name, x in sorted(tree.flatten(weights).items()):
+        parts += [name, store.raw_bytes(x)]
     return store.digest(*parts)

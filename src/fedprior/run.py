@@ -8,15 +8,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import __version__, assemble
+from . import __version__, assemble, resume
+from .checkpoint import Checkpoints, State
 from .config import CHOICES, Experiment
-from .data.table import Federation
+from .data.partition import Partition
+from .data.table import Federation, Table
 from .engines.serial import Serial
+from .errors import UserError
 from .evaluate import Evaluation, accuracy_by_client, client_accuracies, evaluate
 from .federate import RoundResult, begin, federate
+from .memory import ClientMemory
 from .method import Server
+from .prepare.synthesis import Report
 from .progress import Progress, Silent
-from .record import Record, free_folder, weight_digest
+from .record import Record, free_folder, metrics, weight_digest
 from .report import html, load, summary
 from .traffic import MB, Traffic
 
@@ -28,6 +33,17 @@ class Outcome(NamedTuple):
     curve: list[dict[str, Any]]  # the lines of metrics.jsonl
 
 
+class Prepared(NamedTuple):
+    """All that a run needs, found before its directory is made."""
+
+    partition: Partition
+    federation: Federation  # on the CPU, with synthetic rows
+    images: Table | None  # the prior's, for the server
+    synthesis: Report | None
+    engine: Serial
+    cohort: int
+
+
 def default_name(experiment: Experiment) -> str:
     """E.g. "digits-fedavg+max"."""
     parts = [experiment.data.name.replace("/", "-"), CHOICES["method"].name_of(experiment.method)]
@@ -36,14 +52,40 @@ def default_name(experiment: Experiment) -> str:
 
 
 def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | None = None) -> Outcome:
-    """Train, evaluate, record. Everything that can be wrong with data, prior or net is found before the run
-    directory is made; a run that fails later says so in its manifest."""
+    """Train, evaluate, record. A run directory that `experiment.name` names is continued where it stopped; when it is
+    done already, its result is returned.
+
+    Everything that can be wrong with settings, data, prior or net is found before the directory is made; a run that
+    fails later says so in its manifest.
+    """
     progress = progress or Silent()
+    folder = Path(root) / experiment.name if experiment.name else free_folder(Path(root), default_name(experiment))
+    standing = resume.look(folder, experiment)
+    if standing.done:
+        progress.say(f"{folder} is done; nothing is left to do. A larger rounds= would go on from there.")
+        return Outcome(resume.result(folder), metrics(folder))
+    if not experiment.name and (hint := resume.unfinished(Path(root), experiment)):
+        progress.say(f"{hint} holds an unfinished run of these settings; `fedprior run {hint}` goes on with it")
     device = assemble.set_up(experiment)
     progress.say(f"fedprior {__version__} on {device} (threads={experiment.threads}), torch {torch.__version__}")
     began = time.monotonic()
+    memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
+    ready = prepare(experiment, device, memory, progress)
+    with Record(folder, experiment) as record:
+        try:
+            return carry_out(ready, record, progress, began)
+        except BaseException as error:
+            record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
+            raise
+
+
+def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, progress: Progress) -> Prepared:
+    """Data, prior's images, net and engine. What can fail without images fails before any is made."""
     real, parts = assemble.split(experiment)
     net = assemble.build_net(experiment, real, device)
+    assemble.build_engine(experiment, net, real)
+    if remark := experiment.method.remark(net):
+        progress.say(f"net={experiment.net}: {remark}")
     federation, synthesis = real, None
     if experiment.balance is not None:
         federation, synthesis = assemble.balance(experiment, real, device, progress)
@@ -51,71 +93,100 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
             f"{synthesis.rows} synthetic rows at {len(real.clients)} clients from {synthesis.generated} new and "
             f"{synthesis.reused} stored images"
         )
-    engine, cohort = assemble.build_engine(experiment, net, federation.to(device))
-    folder = Path(root) / experiment.name if experiment.name else free_folder(Path(root), default_name(experiment))
-    record = Record(folder, experiment)
-    try:
-        parts.save(folder / "partition.json")
-        server, curve, traffic, prepared = train(experiment, engine, cohort, federation, record, progress, began)
-        finish(experiment, engine, federation, server, curve, record)
-        result = {
-            **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
-            "uplink_MB": sum(traffic.up.values()) / MB,
-            "downlink_MB": sum(traffic.down.values()) / MB,
-            "seconds": round(time.monotonic() - began, 3),
-            "preparation_seconds": round(prepared, 3),
-            "target": experiment.target,
-            "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
-            "synthetic_rows": synthesis.rows if synthesis else 0,
-            "weights": weight_digest(server.weights),
-            "directory": str(folder),
-        }
-        record.result(result)
-    except BaseException as error:
-        record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
-        raise
+    images = assemble.images_for_server(experiment, real, device, progress)
+    engine, cohort = assemble.build_engine(experiment, net, federation.to(device), memory)
+    return Prepared(parts, federation, images, synthesis, engine, cohort)
+
+
+def carry_out(ready: Prepared, record: Record, progress: Progress, began: float) -> Outcome:
+    """All rounds from wherever the directory stands, then what is made of them."""
+    experiment, engine, folder = record.experiment, ready.engine, record.folder
+    checkpoints = Checkpoints(folder / "checkpoints")
+    state = checkpoints.load(engine.memory, record.lengths())
+    resume.same_data(folder, ready.partition)
+    if state is None:
+        record.begin()
+        ready.partition.save(folder / "partition.json")
+        weights = engine.worker.net.init()
+        if ready.images is not None:
+            weights = experiment.method.pretrain(engine.worker.net, weights, ready.images, experiment.seed)
+        server = begin(engine.worker.net, experiment.method, experiment.seed, experiment.bn_stats, weights)
+        state = State(0, server, {}, Traffic(), {}, 0.0)
+    else:
+        if state.done > experiment.rounds:
+            raise UserError(f"{folder} has {state.done} rounds already; rounds={experiment.rounds} cannot undo them")
+        resume.warn(folder, progress)
+        record.resume(state.lengths, state.done)
+        progress.say(f"{folder} goes on after round {state.done}")
+    prepared = time.monotonic() - began
+    judge = Judge(engine, ready.federation, ready.images)
+    curve = metrics(folder) if state.done else []
+    server, seconds = train(ready, state, judge, curve, checkpoints, record, progress, began)
+    finish(ready, server, judge, record)
+    result = {
+        **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
+        "uplink_MB": curve[-1]["uplink_bytes"] / MB,
+        "downlink_MB": curve[-1]["downlink_bytes"] / MB,
+        "seconds": round(seconds, 3),
+        "preparation_seconds": round(prepared, 3),
+        "target": experiment.target,
+        "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
+        "synthetic_rows": ready.synthesis.rows if ready.synthesis else 0,
+        "weights": digest(engine, server),
+        "directory": str(folder),
+    }
+    record.result(result)
     record.status("done")
     return Outcome(result, curve)
 
 
 def train(
-    experiment: Experiment,
-    engine: Serial,
-    cohort: int,
-    federation: Federation,
+    ready: Prepared,
+    state: State,
+    judge: "Judge",
+    curve: list[dict[str, Any]],
+    checkpoints: Checkpoints,
     record: Record,
     progress: Progress,
     began: float,
-) -> tuple[Server, list[dict[str, Any]], Traffic, float]:
-    """All rounds -> (server, curve, traffic, seconds spent before round 1)."""
-    worker, traffic = engine.worker, Traffic()
-    prepared = time.monotonic() - began
-    server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
-    judge = Judge(engine, federation)
+) -> tuple[Server, float]:
+    """The rounds that are left; `curve` gets a line for each -> (server, seconds of the run in all)."""
+    experiment, engine, server, traffic = record.experiment, ready.engine, state.server, state.traffic
     rounds = federate(
         server,
-        worker.method,
+        engine.worker.method,
         engine,
-        cohort=cohort,
+        cohort=ready.cohort,
         seed=experiment.seed,
         traffic=traffic,
+        aggregate=experiment.aggregate,
+        drop_rate=experiment.drop_rate,
+        min_cohort=min(experiment.min_cohort, ready.cohort),
         max_update_norm=experiment.max_update_norm,
+        clip_update_norm=experiment.clip_update_norm,
+        first=state.done,
     )
-    curve: list[dict[str, Any]] = []
+
+    def seconds() -> float:
+        return state.seconds + time.monotonic() - began
+
     with progress.task("rounds", experiment.rounds) as update:
-        for done, outcome in zip(range(1, experiment.rounds + 1), rounds, strict=False):
-            trained = time.monotonic()
-            judge.note(outcome)
+        for done, outcome in zip(range(state.done + 1, experiment.rounds + 1), rounds, strict=False):
+            trained, server = seconds(), outcome.server
             due = done % experiment.evaluate_every == 0 or done == experiment.rounds
-            scores = judge.scores(outcome.server) if due else dict.fromkeys(judge.KEYS)
-            line = metrics_line(outcome, scores, traffic)
-            now = time.monotonic()
-            record.round(line, {"round": done, "seconds": now - began, "evaluation_seconds": now - trained})
+            line = metrics_line(outcome, judge.scores(server) if due else dict.fromkeys(judge.KEYS), traffic)
+            now = seconds()
+            record.round(line, {"round": done, "seconds": now, "evaluation_seconds": now - trained})
+            checkpoints.save(State(done, server, engine.memory.index, traffic, record.lengths(), now), engine.memory)
             curve.append(line)
-            shown = f"accuracy {line['accuracy']:.3f}" if line["accuracy"] is not None else ""
-            update(done, shown)
-            server = outcome.server
-    return server, curve, traffic, prepared
+            update(done, f"accuracy {line['accuracy']:.3f}" if line["accuracy"] is not None else "")
+    return server, seconds()
+
+
+def digest(engine: Serial, server: Server) -> str:
+    """Of the global model, and of what each client keeps to itself."""
+    own = {str(k): engine.memory.get(k)["kept"] for k in engine.memory if engine.worker.kept}
+    return weight_digest(server.weights | ({"clients": own} if own else {}))
 
 
 def metrics_line(outcome: RoundResult, scores: dict[str, Any], traffic: Traffic) -> dict[str, Any]:
@@ -125,9 +196,11 @@ def metrics_line(outcome: RoundResult, scores: dict[str, Any], traffic: Traffic)
         **scores,
         "train_loss": outcome.train_loss,
         "cohort": outcome.cohort,
+        "dropped": outcome.dropped,
+        "partial": [{"client": client, "steps": steps} for client, steps in outcome.partial.items()],
         "accepted": len(outcome.accepted),
         "refused": [refusal._asdict() for refusal in outcome.refused],
-        "skipped": not outcome.accepted,
+        "skipped": outcome.skipped,
         "uplink_bytes": sum(traffic.up.values()),
         "downlink_bytes": sum(traffic.down.values()),
         "uplink_groups": dict(traffic.up),
@@ -136,86 +209,93 @@ def metrics_line(outcome: RoundResult, scores: dict[str, Any], traffic: Traffic)
 
 
 class Judge:
-    """Evaluates the global model; or, where each client has its own weights or statistics, those.
+    """Evaluates the global model; or, where clients keep weights or statistics of their own, every client's.
 
-    With own weights, the score is the mean over all clients that have trained; with own batch-norm
-    statistics, over the clients that trained since the last evaluation (the others' are stale).
+    A client counts with the weights that it would begin the next round with, also one that was never asked: the
+    scores are means over all clients with data.
     """
 
     KEYS = ("accuracy", "loss", "clients", "per_class")
 
-    def __init__(self, engine: Serial, federation: Federation) -> None:
-        self.engine, self.classes = engine, len(federation.classes)
+    def __init__(self, engine: Serial, federation: Federation, images: Table | None = None) -> None:
+        self.engine, self.classes, self.images = engine, len(federation.classes), images
         self.test = engine.federation.test
         self.counts = federation.counts(synthetic=False)
-        self.keeps = engine.worker.method.scope == "personal"
-        self.personal = self.keeps or engine.worker.bn_stats == "local"
-        self.changed: set[int] = set()
-        self.own: dict[int, Evaluation] = {}
-
-    def note(self, outcome: RoundResult) -> None:
-        self.changed |= set(outcome.accepted)
+        self.own: dict[int, tuple[int | None, Evaluation]] = {}  # by client: the round its weights are from, and they
+        self.rates: np.ndarray | None = None  # of the last evaluation, [classes] or [clients with data, classes]
 
     def scores(self, server: Server) -> dict[str, Any]:
-        if not self.personal:
-            seen = evaluate(self.engine.worker.net, server.weights, self.test, self.classes)
-            return self.summarise([seen], seen.per_class, self.counts)
-        self.own = self.own if self.keeps else {}
-        for client in sorted(self.changed):
-            weights = self.engine.start(client, {"weights": server.weights, "shared": {}})
-            self.own[client] = evaluate(self.engine.worker.net, weights, self.test, self.classes)
-        self.changed = set()
-        if not self.own:
-            return dict.fromkeys(self.KEYS)
-        ids = sorted(self.own)
-        rates = np.stack([self.own[k].per_class for k in ids])
-        counts = self.counts[ids] if len(self.engine.federation.clients) == len(self.counts) else self.counts
-        return self.summarise([self.own[k] for k in ids], rates, counts)
+        worker = self.engine.worker
+        if not worker.kept:
+            seen = [self.evaluate(self.deployed(server))]
+            self.rates = seen[0].per_class
+            return self.summarise(seen, self.counts)
+        seen = [self.client(k, server) for k in self.engine.clients]
+        self.rates = np.stack([e.per_class for e in seen])
+        ids = list(self.engine.clients)
+        return self.summarise(seen, self.counts if worker.method.pooled else self.counts[ids])
 
-    def summarise(self, seen: list[Evaluation], rates: np.ndarray, counts: np.ndarray) -> dict[str, Any]:
-        mean_rates = rates if rates.ndim == 1 else rates.mean(0)
+    def deployed(self, server: Server) -> dict[str, Any]:
+        worker = self.engine.worker
+        return worker.method.deploy(worker.net, server.weights, self.images, worker.seed)
+
+    def client(self, client: int, server: Server) -> Evaluation:
+        """With a client's own weights. Nothing is evaluated again that cannot have changed."""
+        version = self.engine.memory.index.get(client)
+        shares = any(server.weights.values())  # has the server any part of the model?
+        if version is None and not shares and client not in self.own:
+            twin = next((e for v, e in self.own.values() if v is None), None)  # all begin with the same weights
+            if twin is not None:
+                self.own[client] = None, twin
+        if shares or client not in self.own or self.own[client][0] != version:
+            self.own[client] = version, self.evaluate(self.engine.start(client, server.weights))
+        return self.own[client][1]
+
+    def evaluate(self, weights: dict[str, Any]) -> Evaluation:
+        return evaluate(self.engine.worker.net, weights, self.test, self.classes)
+
+    def summarise(self, seen: list[Evaluation], counts: np.ndarray) -> dict[str, Any]:
+        assert self.rates is not None
+        mean_rates = self.rates if self.rates.ndim == 1 else self.rates.mean(0)
         return {
             "accuracy": float(np.mean([e.accuracy for e in seen])),
             "loss": loss if np.isfinite(loss := float(np.mean([e.loss for e in seen]))) else None,
-            "clients": client_accuracies(rates, counts),
+            "clients": client_accuracies(self.rates, counts),
             "per_class": [None if np.isnan(x) else float(x) for x in mean_rates],
         }
 
 
-def finish(
-    experiment: Experiment,
-    engine: Serial,
-    federation: Federation,
-    server: Server,
-    curve: list[dict[str, Any]],
-    record: Record,
-) -> None:
+def finish(ready: Prepared, server: Server, judge: Judge, record: Record) -> None:
     """Model, clients' table, example images and report."""
-    real, rows = federation.counts(synthetic=False), federation.counts()
-    one_model = engine.worker.method.scope != "personal" and engine.worker.bn_stats == "average"
-    if one_model:
-        about = {"net": experiment.net, "classes": json.dumps(federation.classes)}
-        record.weights(server.weights, about)
-    record.clients(client_columns(real, rows, curve[-1]["per_class"] if one_model else None))
+    experiment, engine, federation = record.experiment, ready.engine, ready.federation
+    if judge.rates is None:  # the last round was done before this process
+        judge.scores(server)
+    if not engine.worker.kept:
+        method = CHOICES["method"].name_of(experiment.method)
+        about = {"net": experiment.net, "method": method, "classes": json.dumps(federation.classes)}
+        record.weights(judge.deployed(server), about)
+    record.clients(client_columns(federation, engine, judge))
     examples = {kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")}
     record.examples(federation.classes, examples)
     html.write(load.report_data([record.folder]), record.folder / "report.html")
 
 
-def client_columns(real: np.ndarray, rows: np.ndarray, per_class: list[float | None] | None) -> dict[str, Any]:
-    """One row a client: sizes, classes, and, where all share one model, its last accuracy on the client's mix."""
-    columns: dict[str, Any] = {
+def client_columns(federation: Federation, engine: Serial, judge: Judge) -> dict[str, Any]:
+    """One row a client: sizes, classes, and the last accuracy on the client's own mix of classes (of the global
+    model, or of the client's own); NaN for a client without data."""
+    real, rows = federation.counts(synthetic=False), federation.counts()
+    assert judge.rates is not None
+    rates = np.full(real.shape, np.nan)
+    rates[slice(None) if judge.rates.ndim == 1 or engine.worker.method.pooled else list(engine.clients)] = judge.rates
+    return {
         "client": np.arange(len(real)),
         "real": real.sum(1),
         "synthetic": (rows - real).sum(1),
         "classes": (real > 0).sum(1),
         "rows_by_class": list(rows),
         "real_by_class": list(real),
+        "accuracy": accuracy_by_client(rates, real),
     }
-    if per_class is not None:
-        rates = np.array(per_class, dtype=np.float64)  # None becomes NaN
-        columns["accuracy"] = accuracy_by_client(rates, real)
-    return columns
 
 
 def first_images(federation: Federation, synthetic: bool, per_class: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .tree import Tree
 
 T = TypeVar("T")
 
@@ -67,3 +72,48 @@ def read_or_rebuild(path: Path, read: Callable[[Path], T], build: Callable[[], T
         except (ValueError, OSError):
             path.unlink(missing_ok=True)
     return build(), True
+
+
+def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -> None:
+    """A tree of tensors and JSON values about it as one safetensors file with a digest inside."""
+    from safetensors.torch import save_file
+
+    from . import tree
+
+    flat = {name: x.detach().cpu().contiguous() for name, x in tree.flatten(value).items()}
+    note = json.dumps(about or {}, allow_nan=False)
+    order = json.dumps(list(flat))  # the file has an order of its own, and sums depend on ours
+    with atomic(path) as temporary:
+        save_file(flat, temporary, metadata={"about": note, "order": order, "digest": _tree_digest(flat, note)})
+
+
+def read_tree(path: Path) -> tuple["Tree", dict[str, Any]]:
+    """-> (tree, about) as written. Raises ValueError or OSError for a file that is damaged or missing."""
+    from safetensors import SafetensorError, safe_open
+
+    from . import tree
+
+    try:
+        with safe_open(path, framework="pt") as f:
+            notes = f.metadata() or {}
+            flat = {name: f.get_tensor(name).clone() for name in json.loads(notes["order"])}
+            about = json.loads(notes["about"])
+    except (SafetensorError, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if _tree_digest(flat, notes["about"]) != notes.get("digest"):
+        raise ValueError(f"{path} is damaged: its digest does not fit its content")
+    return tree.unflatten(flat), about
+
+
+def _tree_digest(flat: "dict[str, Tensor]", note: str) -> str:
+    parts: list[bytes | str] = [note]
+    for name, x in flat.items():
+        parts += [f"{name} {x.dtype} {list(x.shape)}", raw_bytes(x)]
+    return digest(*parts)
+
+
+def raw_bytes(x: "Tensor") -> bytes:
+    """A tensor's values in memory order of a contiguous copy."""
+    import torch
+
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -1,7 +1,7 @@
 """Arithmetic on trees: nested dicts whose leaves are tensors. Weights, memories and messages are trees."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -40,35 +40,38 @@ def norm(a: Tree) -> float:
     return math.sqrt(math.fsum(x.detach().double().square().sum().item() for x in leaves))
 
 
-def mean(items: Iterable[tuple[Tree, float]]) -> Tree:
+def mean(items: Iterable[tuple[Tree, float]], once: Container[str] = ()) -> Tree:
     """Weighted mean in one pass: holds a single running sum however many items come.
 
-    Sums are float64 and in the order of `items`, so the result does not depend on anything else.
-    Leaves keep their dtype. Integer leaves (batch counters) have no mean: the item of the largest
-    weight gives them, the earlier one on a tie.
+    Groups of the first two levels named in `once` (such as "method/control") count each item once, whatever
+    its weight. Sums are float64 and in the order of `items`, so the result does not depend on anything else.
+    Leaves keep their dtype. Integer leaves (batch counters) have no mean: the item of the largest weight
+    gives them, the earlier one on a tie.
 
     Raises ValueError when there are no items or the weights do not sum to more than zero.
     """
-    total: Tree | None = None
-    mass, heaviest = 0.0, 0.0
-    like: Tree = {}
+    sums: dict[str, Tensor] = {}
+    like: dict[str, torch.dtype] = {}
+    mass, heaviest, n = 0.0, 0.0, 0
     for item, weight in items:
-        if total is None:
-            like = item
-            total = map(lambda x: x.double() * weight if x.is_floating_point() else x.clone(), item)
-            heaviest = weight
-        else:
-            w, take = weight, weight > heaviest
-
-            def fold(s: Tensor, x: Tensor, w: float = w, take: bool = take) -> Tensor:
-                return s.add_(x, alpha=w) if x.is_floating_point() else (x.clone() if take else s)
-
-            total = map(fold, total, item)
-            heaviest = max(heaviest, weight)
-        mass += weight
-    if total is None or not mass > 0:
+        for path, x in flatten(item).items():
+            w = 1.0 if "/".join(path.split("/", 2)[:2]) in once else weight
+            if not n:
+                like[path] = x.dtype
+            if not x.is_floating_point():
+                if not n or weight > heaviest:
+                    sums[path] = x.clone()
+            elif not n:
+                sums[path] = x.double() * w
+            else:
+                sums[path].add_(x, alpha=w)
+        mass, heaviest, n = mass + weight, max(heaviest, weight), n + 1
+    if not mass > 0:
         raise ValueError("a mean needs at least one item of positive weight")
-    return map(lambda s, x: (s / mass).to(x.dtype) if x.is_floating_point() else s, total, like)
+    for path, s in sums.items():
+        if s.is_floating_point():
+            sums[path] = (s / (n if "/".join(path.split("/", 2)[:2]) in once else mass)).to(like[path])
+    return unflatten(sums)
 
 
 def flatten(a: Tree, path: str = "") -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ class Upload(NamedTuple):
     weight: float
     loss: float  # mean training loss over the local steps
     steps: int
+    planned: int  # steps that the client would have taken with all its work done
 
 
 class Refusal(NamedTuple):

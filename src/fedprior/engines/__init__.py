@@ -22,7 +22,7 @@ class Engine(Protocol):
         """One upload a client of the cohort, in ascending order of ids."""
         ...
 
-    def commit(self, accepted: Sequence[int]) -> None:
+    def commit(self, accepted: Sequence[int], round: int) -> None:
         """These clients' uploads counted: what they remember of the round becomes current. The others forget it."""
         ...
 

@@ -1,7 +1,7 @@
 """Baseline: all clients' data in one place, with as many gradient steps a round as a cohort takes together."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..method import Method
 
@@ -10,4 +10,4 @@ from ..method import Method
 class Centralised(Method):
     """An upper bound: ordinary training whose optimiser keeps its state; nothing is sent."""
 
-    scope: ClassVar[Literal["global", "personal", "pooled"]] = "pooled"
+    pooled: ClassVar[bool] = True

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from .. import tree
-from ..errors import UsageError
 from ..method import Context, Method
 from ..tree import Tree
+from .checks import at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,8 +15,7 @@ class FedProx(Method):
     mu: float = 0.01
 
     def __post_init__(self) -> None:
-        if not 0 <= self.mu < float("inf"):
-            raise UsageError(f"method.mu must be a number >= 0, not {self.mu}")
+        at_least(0, mu=self.mu)
 
     def gradient(self, grads: Tree, params: Tree, ctx: Context) -> Tree:
         if not self.mu:

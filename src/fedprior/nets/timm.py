@@ -6,7 +6,7 @@ from ..errors import UserError, unknown
 
 
 class Timm(nn.Module):
-    """Features are what timm's head reads before its last layer."""
+    """Features are what timm's own last layer would read."""
 
     def __init__(self, name: str, classes: int) -> None:
         super().__init__()
@@ -18,9 +18,10 @@ class Timm(nn.Module):
             ) from None
         if name not in timm.list_models():
             raise unknown("timm model", name, timm.list_models())
-        self.model = timm.create_model(name, pretrained=False, num_classes=classes)
+        self.model = timm.create_model(name, pretrained=False, num_classes=0)
         self.width = int(self.model.num_features)
+        self.head = nn.Linear(self.width, classes)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        maps = self.model.forward_features(x)
-        return self.model.forward_head(maps, pre_logits=True), self.model.forward_head(maps)
+        z = self.model.forward_head(self.model.forward_features(x), pre_logits=True)
+        return z, self.head(z)

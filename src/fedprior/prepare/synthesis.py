@@ -99,6 +99,35 @@ def synthesise(
     return balanced, report
 
 
+def server_images(
+    prior: Prior,
+    classes: Sequence[str],
+    size: tuple[int, int],
+    per_class: int,
+    policy: Balance,
+    *,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> table.Table:
+    """`per_class` images of each class for the server, as a table: the first ones of the pools that clients would
+    share under `policy`, so that nothing is made twice.
+
+    Raises UserError when the prior makes hardly anything but faulty images for a class.
+    """
+    folder = ImageFolder(
+        prior=prior,
+        classes=tuple(classes),
+        templates=prompts.templates(policy.templates),
+        size=size,
+        seed=seed,
+        attempts=policy.attempts,
+    )
+    streams = [Stream(label, SHARED, per_class) for label in range(len(classes))]
+    folder.fill(streams, progress or (lambda done, total: None))
+    label = torch.arange(len(classes)).repeat_interleave(per_class)
+    return table.make(torch.cat([s.images() for s in streams]), label, synthetic=True)
+
+
 class Block(NamedTuple):
     """The images of one file."""
 

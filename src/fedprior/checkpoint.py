@@ -1,0 +1,97 @@
+"""Everything stateful of a run in one file, so that a killed run goes on to the bit.
+
+A round is written in this order: clients' memories (memory.py), the lines of metrics.jsonl and timings.jsonl, the
+checkpoint. Whatever dies in between, the newest whole checkpoint names memories that exist and says how long the
+line files were; what lies behind that is cut off and the round is done again. Two generations are kept, so one
+torn file costs one round. Best-so-far needs no place of its own: it is read from the lines.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from . import store
+from .memory import ClientMemory, Index
+from .method import Server
+from .net import layout
+from .traffic import Traffic
+
+GENERATIONS = 2
+
+
+class State(NamedTuple):
+    """A run between two rounds."""
+
+    done: int  # rounds
+    server: Server
+    index: Index  # what each client remembers, by the round it is from
+    traffic: Traffic
+    lengths: dict[str, int]  # bytes of metrics.jsonl and timings.jsonl
+    seconds: float  # the run has taken so far
+
+
+class Checkpoints:
+    """The generations of one run, `checkpoints/round-N.safetensors`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.kept: dict[Path, Index] = {}  # oldest first
+
+    def save(self, state: State, memory: ClientMemory) -> None:
+        """Writes a generation and forgets all but the last two, with the memories that only those named."""
+        path = self.folder / f"round-{state.done}.safetensors"
+        about = {
+            "done": state.done,
+            "index": {str(client): round for client, round in state.index.items()},
+            "up": dict(state.traffic.up),
+            "down": dict(state.traffic.down),
+            "lengths": state.lengths,
+            "seconds": state.seconds,
+        }
+        store.write_tree(path, state.server._asdict(), about)
+        self.kept[path] = dict(state.index)
+        for old in list(self.kept)[:-GENERATIONS]:
+            old.unlink(missing_ok=True)
+            del self.kept[old]
+        memory.prune(*self.kept.values())
+
+    def load(self, memory: ClientMemory, lengths: dict[str, int]) -> State | None:
+        """The newest generation that is whole, with `memory` restored to it; None where there is none.
+
+        `lengths` are the bytes that the line files have now: a generation that counts on more is not whole.
+        """
+        found = sorted(self.folder.glob("round-*.safetensors"), key=_number)
+        newest: State | None = None
+        self.kept = {}
+        for path in reversed(found):  # the newest whole one, and one before it to fall back on
+            try:
+                state = read(path)
+                if len(self.kept) == GENERATIONS:
+                    raise ValueError("no longer needed")
+                if any(lengths.get(name, 0) < length for name, length in state.lengths.items()):
+                    raise ValueError(f"{path} is ahead of the files beside it")
+                if newest is None:
+                    memory.restore(state.index)
+            except (OSError, ValueError):
+                path.unlink(missing_ok=True)
+                continue
+            newest = newest or state
+            self.kept = {path: state.index} | self.kept
+        if newest is None:
+            memory.restore({})
+        return newest
+
+
+def read(path: Path) -> State:
+    """One generation. Raises ValueError or OSError when it is damaged or missing."""
+    parts, about = store.read_tree(path)
+    server = Server(layout(parts["weights"]), layout(parts["opt"]), layout(parts["state"]))
+    index = {int(client): round for client, round in about["index"].items()}
+    traffic = Traffic()
+    traffic.up.update(about["up"])
+    traffic.down.update(about["down"])
+    return State(about["done"], server, index, traffic, about["lengths"], about["seconds"])
+
+
+def _number(path: Path) -> int:
+    tail = path.stem.removeprefix("round-")
+    return int(tail) if tail.isdigit() else -1

@@ -1,0 +1,103 @@
+"""What stands in a run directory, and whether an experiment may go on with it."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import environment
+from .config import Experiment, from_toml, to_dict
+from .data import partition
+from .data.partition import Partition
+from .errors import UserError
+from .progress import Progress
+from .record import status
+
+FREE = ("rounds", "target", "evaluate_every", "memory_MB")
+"""Keys that may change when a run goes on: none of them changes a round that is done."""
+
+
+class Standing(NamedTuple):
+    exists: bool  # a run of the same settings lies there
+    done: bool  # with all the rounds asked for
+
+
+def look(folder: Path, experiment: Experiment) -> Standing:
+    """Raises UserError when the folder holds something else than a run of this experiment."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file; choose another name= or --runs")
+    if not folder.exists() or not any(folder.iterdir()):
+        return Standing(False, False)
+    if not (folder / "config.toml").exists():
+        if {path.name for path in folder.iterdir()} == {"checkpoints"}:
+            return Standing(True, False)  # it died before its first line
+        raise UserError(f"{folder} is not empty and no run directory; choose another name= or remove it first")
+    saved = from_toml(folder / "config.toml")
+    if differing := {k: v for k, v in changes(saved, experiment).items() if k not in FREE}:
+        listed = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in differing.items())
+        raise UserError(
+            f"{folder} is a run of other settings ({listed}). Only {', '.join(FREE)} may change on the way; choose "
+            "another name= for a run of its own"
+        )
+    if experiment.rounds < saved.rounds and status(folder) == "done":
+        raise UserError(f"{folder} has {saved.rounds} rounds already; rounds={experiment.rounds} cannot undo them")
+    done = status(folder) == "done" and saved.rounds == experiment.rounds and (folder / "result.json").exists()
+    return Standing(True, done)
+
+
+def changes(saved: Experiment, experiment: Experiment) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two experiments differ, with both values; the name does not count."""
+    old, new = _flat(to_dict(saved)), _flat(to_dict(experiment))
+    names = [key for key in dict.fromkeys([*old, *new]) if key != "name"]
+    return {key: (old.get(key, "none"), new.get(key, "none")) for key in names if old.get(key) != new.get(key)}
+
+
+def _flat(values: dict[str, Any]) -> dict[str, Any]:
+    """{"method": {"name": "moon", "mu": 1.0}} -> {"method": "moon", "method.mu": 1.0}"""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        inner = value if isinstance(value, dict) else {"name": value}
+        out |= {key if k == "name" else f"{key}.{k}": v for k, v in inner.items()}
+    return out
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """The result of a run that is done."""
+    try:
+        stored: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"{folder}/result.json cannot be read ({error}); remove it to finish the run again") from None
+    stored.pop("schema_version", None)
+    return stored
+
+
+def unfinished(root: Path, experiment: Experiment) -> Path | None:
+    """A directory under `root` with a run of the same settings that is not done, if there is one."""
+    if not root.is_dir():
+        return None
+    for path in sorted(root.glob("*/config.toml")):
+        folder = path.parent
+        try:
+            if status(folder) != "done" and not changes(from_toml(path), experiment):
+                return folder
+        except UserError:  # of another version, say
+            continue
+    return None
+
+
+def same_data(folder: Path, parts: Partition) -> None:
+    """Raises UserError when the directory's partition is another one: the data have changed since."""
+    path = folder / "partition.json"
+    if path.exists() and partition.load(path).digest != parts.digest:
+        raise UserError(f"the data are not those that {folder} was started with: its partition.json differs")
+
+
+def warn(folder: Path, progress: Progress) -> None:
+    """Says which versions have changed since the run began: its last bits may."""
+    try:
+        before = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["versions"]
+    except (OSError, KeyError, json.JSONDecodeError):
+        return
+    now = environment.versions()
+    for name in ("fedprior", "torch", "numpy"):
+        if before.get(name) != now.get(name):
+            progress.say(f"{name} was {before.get(name)} and is {now.get(name)}: the result may differ in its last bits")
