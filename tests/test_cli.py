@@ -33,7 +33,10 @@ def test_run_prints_the_promised_json_and_a_run_directory_runs_again(capsys, tmp
     first = last_json(out)
     assert code == 0
     assert {"last", "mean_last10", "best", "rounds", "uplink_MB", "downlink_MB", "seconds", "directory"} <= first.keys()
-    code, out, _ = call(capsys, "run", first["directory"], "--runs", tmp_path, "--json")
+    code, out, err = call(capsys, "run", first["directory"], "--json")
+    assert last_json(out) == first
+    assert "nothing is left to do" in err
+    code, out, _ = call(capsys, "run", first["directory"], "name=again", "--runs", tmp_path, "--json")
     again = last_json(out)
     assert again["weights"] == first["weights"]
     assert again["directory"] != first["directory"]

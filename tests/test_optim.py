@@ -53,7 +53,9 @@ def test_sgd_length_is_the_summed_weight_of_constant_gradients(steps):
     state = optimizer.init(params)
     for _ in range(steps):
         params, state = optimizer.update(grads, state, params)
-    assert -params["a"].item() / 0.1 == pytest.approx(optimizer.length(steps))
+    assert -params["a"].item() == pytest.approx(optimizer.length([0.1] * steps))
+    formula = (steps - 0.7 * (1 - 0.7**steps) / 0.3) / 0.3  # FedNova, section 3
+    assert optimizer.length([0.1] * steps) == pytest.approx(0.1 * formula)
 
 
 @pytest.mark.parametrize("bad", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"weight_decay": float("inf")}])

@@ -10,6 +10,7 @@ from fedprior.data.table import Federation, make
 from fedprior.engines.serial import Serial
 from fedprior.federate import begin, federate
 from fedprior.local import Worker
+from fedprior.method import Method
 from fedprior.net import Net
 from fedprior.optim import SGD
 from fedprior.traffic import Traffic
@@ -35,10 +36,11 @@ class TinyCNN(nn.Module):
         return z, self.head(z)
 
 
-def net(norm: str = "bn", seed: int = 0) -> Net:
+def net(norm: str = "bn", seed: int = 0, method: Method | None = None) -> Net:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Net(TinyCNN(norm))
+        module = TinyCNN(norm)
+    return Net((method or Method()).adapt(module, seed))
 
 
 def images(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,7 +60,7 @@ def federation(sizes=(30, 20, 25, 35, 10, 40), seed: int = 0) -> Federation:
 
 def worker(method, norm: str = "bn", **options) -> Worker:
     defaults = {"optimizer": SGD(lr=0.05), "batch_size": 8, "epochs": None if "steps" in options else 1.0}
-    return Worker(net=net(norm), method=method, **(defaults | options))
+    return Worker(net=net(norm, method=method), method=method, **(defaults | options))
 
 
 def go(
@@ -67,14 +69,15 @@ def go(
     cohort: int = 4,
     data: Federation | None = None,
     engine=Serial,
-    max_norm=None,
+    rules=None,
+    memory=None,
     **options,
 ):
-    """-> (last round's result, engine, traffic)"""
+    """-> (last round's result, engine, traffic); `rules` are further arguments of federate, the rest the worker's"""
     w = worker(method, **options)
-    e, traffic = engine(w, data or federation()), Traffic()
+    e, traffic = engine(w, data or federation(), memory), Traffic()
     start = begin(w.net, method, w.seed, w.bn_stats)
-    loop = federate(start, method, e, cohort=cohort, seed=w.seed, traffic=traffic, max_update_norm=max_norm)
+    loop = federate(start, method, e, cohort=cohort, seed=w.seed, traffic=traffic, **(rules or {}))
     return list(islice(loop, rounds))[-1], e, traffic
 
 

@@ -23,7 +23,7 @@ class State(NamedTuple):
 
     done: int  # rounds
     server: Server
-    index: Index  # what each client remembers, by the round it is from
+    memories: Index  # what each client remembers, by the round it is from
     traffic: Traffic
     lengths: dict[str, int]  # bytes of metrics.jsonl and timings.jsonl
     seconds: float  # the run has taken so far
@@ -41,14 +41,14 @@ class Checkpoints:
         path = self.folder / f"round-{state.done}.safetensors"
         about = {
             "done": state.done,
-            "index": {str(client): round for client, round in state.index.items()},
+            "index": {str(client): round for client, round in state.memories.items()},
             "up": dict(state.traffic.up),
             "down": dict(state.traffic.down),
             "lengths": state.lengths,
             "seconds": state.seconds,
         }
         store.write_tree(path, state.server._asdict(), about)
-        self.kept[path] = dict(state.index)
+        self.kept[path] = dict(state.memories)
         for old in list(self.kept)[:-GENERATIONS]:
             old.unlink(missing_ok=True)
             del self.kept[old]
@@ -70,12 +70,12 @@ class Checkpoints:
                 if any(lengths.get(name, 0) < length for name, length in state.lengths.items()):
                     raise ValueError(f"{path} is ahead of the files beside it")
                 if newest is None:
-                    memory.restore(state.index)
+                    memory.restore(state.memories)
             except (OSError, ValueError):
                 path.unlink(missing_ok=True)
                 continue
             newest = newest or state
-            self.kept = {path: state.index} | self.kept
+            self.kept = {path: state.memories} | self.kept
         if newest is None:
             memory.restore({})
         return newest

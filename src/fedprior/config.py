@@ -177,7 +177,8 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     """A copy changed by words such as "method=fedprox" and "method.mu=0.1".
 
     Names ("method=") count before their values ("method.mu=") whatever the order; otherwise the later
-    word wins. A new method brings its own server optimiser, unless a word names one. Raises UsageError for an unknown key (with the nearest ones) or a bad value.
+    word wins. A new method brings its own server optimiser, unless a word names one. Raises UsageError for
+    an unknown key (with the nearest ones) or a bad value.
     """
     pairs = []
     for word in words:

@@ -9,6 +9,7 @@ from torch.func import functional_call
 
 from . import tree
 from .data.augment import normalise
+from .nets.heads import shape_of_head
 from .tree import Tree
 
 Precision = Literal["fp32", "bf16"]
@@ -41,12 +42,12 @@ class Net:
     @property
     def width(self) -> int:
         """D, the size of the features."""
-        return int(self.module.width)  # type: ignore[arg-type]
+        return shape_of_head(self.module)[1]
 
     @property
     def classes(self) -> int:
         """K, the number of logits."""
-        return int(self.module.head.out_features)  # type: ignore[union-attr, arg-type]
+        return shape_of_head(self.module)[0]
 
     @property
     def names(self) -> frozenset[str]:

@@ -39,9 +39,13 @@ class Record:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
         except Timeout:
-            raise UserError(f"another process is writing to {self.folder}; wait for it or choose another name=") from None
+            raise UserError(
+                f"another process is writing to {self.folder}; wait for it or choose another name="
+            ) from None
         except (FileExistsError, NotADirectoryError):
-            raise UserError(f"{self.folder} cannot be a directory, a file is in the way; choose another name=") from None
+            raise UserError(
+                f"{self.folder} cannot be a directory, a file is in the way; choose another name="
+            ) from None
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -93,11 +97,12 @@ class Record:
                 f.flush()
                 os.fsync(f.fileno())
 
-    def weights(self, weights: Tree, about: dict[str, str]) -> None:
-        """The global model as an ordinary state dict in safetensors."""
+    def weights(self, weights: Tree, about: dict[str, Any]) -> None:
+        """The global model as an ordinary state dict in safetensors; what it is lies in the metadata as JSON, under
+        one key, since the order of several would differ from file to file."""
         flat = {k: v.detach().cpu().contiguous() for part in weights.values() for k, v in part.items()}
         with store.atomic(self.folder / "model.safetensors") as temporary:
-            save_file(flat, temporary, metadata=about)
+            save_file(flat, temporary, metadata={"about": json.dumps(about)})
 
     def clients(self, columns: dict[str, np.ndarray | list[Any]]) -> None:
         """One row a client."""

@@ -100,4 +100,6 @@ def warn(folder: Path, progress: Progress) -> None:
     now = environment.versions()
     for name in ("fedprior", "torch", "numpy"):
         if before.get(name) != now.get(name):
-            progress.say(f"{name} was {before.get(name)} and is {now.get(name)}: the result may differ in its last bits")
+            progress.say(
+                f"{name} was {before.get(name)} and is {now.get(name)}: the result may differ in its last bits"
+            )

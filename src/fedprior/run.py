@@ -1,6 +1,5 @@
 """From an experiment to a run directory."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -272,7 +271,7 @@ def finish(ready: Prepared, server: Server, judge: Judge, record: Record) -> Non
         judge.scores(server)
     if not engine.worker.kept:
         method = CHOICES["method"].name_of(experiment.method)
-        about = {"net": experiment.net, "method": method, "classes": json.dumps(federation.classes)}
+        about = {"net": experiment.net, "method": method, "classes": list(federation.classes)}
         record.weights(judge.deployed(server), about)
     record.clients(client_columns(federation, engine, judge))
     examples = {kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")}

@@ -11,8 +11,8 @@ from .feddyn import FedDyn
 from .fednh import FedNH
 from .fednova import FedNova
 from .fedopt import FedAdagrad, FedAdam, FedYogi
-from .fedprox import FedProx
 from .fedproto import FedProto
+from .fedprox import FedProx
 from .fedsc import FedSC
 from .gptfl import GPTFL
 from .local import Local
@@ -41,4 +41,25 @@ METHODS: dict[str, type[Method]] = {
     "centralised": Centralised,
 }
 
-__all__ = ["METHODS", *sorted(cls.__name__ for cls in METHODS.values())]
+__all__ = [
+    "CCVR",
+    "GPTFL",
+    "METHODS",
+    "Centralised",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedBN",
+    "FedDisco",
+    "FedDyn",
+    "FedNH",
+    "FedNova",
+    "FedProto",
+    "FedProx",
+    "FedSC",
+    "FedYogi",
+    "Local",
+    "Moon",
+    "Scaffold",
+]

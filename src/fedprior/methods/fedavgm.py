@@ -1,4 +1,7 @@
-"""FedAvgM (Hsu et al., 2019, arXiv:1909.06335): v+ = beta v + (1 - dampening) D; x+ = x - lr v+, D = x - sum_k p_k y_k."""
+"""FedAvgM (Hsu et al., 2019, arXiv:1909.06335): the server takes steps with momentum.
+
+D = x - sum_k p_k y_k;  v+ = beta v + (1 - dampening) D;  x+ = x - lr v+
+"""
 
 from dataclasses import dataclass, field
 

@@ -17,7 +17,7 @@ from torch import nn
 from ..data.table import Shard
 from ..errors import UsageError
 from ..method import Context, Method, Result, Round, Server
-from ..nets.heads import Prototypes
+from ..nets.heads import Prototypes, shape_of_head
 from ..tree import Tree
 from .checks import above_zero
 from .prototypes import class_means
@@ -46,14 +46,8 @@ class FedNH(Method):
             raise UsageError(f"method.rho must be from 0 to 1, not {self.rho}")
 
     def adapt(self, module: nn.Module, seed: int) -> nn.Module:
-        old = module.head
-        module.head = Prototypes(  # type: ignore[assignment]
-            int(old.out_features),  # type: ignore[union-attr, arg-type]
-            int(module.width),  # type: ignore[arg-type]
-            self.scale,
-            self.learn_scale,
-            seed,
-        )
+        classes, width = shape_of_head(module)
+        module.head = Prototypes(classes, width, self.scale, self.learn_scale, seed)
         return module
 
     def gradient(self, grads: Tree, params: Tree, ctx: Context) -> Tree:

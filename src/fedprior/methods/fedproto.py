@@ -1,7 +1,7 @@
 """FedProto (Tan et al., 2022, arXiv:2105.00243): clients share class prototypes, means of their features.
 
-    client  minimises CE + lambda MSE(z_i, prototype of y_i), skipped for classes without a prototype
-    server  prototype of a class = mean over the clients that own it
+client  minimises CE + lambda MSE(z_i, prototype of y_i), skipped for classes without a prototype
+server  prototype of a class = mean over the clients that own it
 """
 
 from dataclasses import dataclass

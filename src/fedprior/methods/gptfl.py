@@ -1,4 +1,4 @@
-"""GPT-FL (Zhang et al., 2025, arXiv:2306.02210): the server trains on the prior's images, then FedAvg goes on from there.
+"""GPT-FL (Zhang et al., 2025, arXiv:2306.02210): the server trains on the prior's images, then FedAvg goes on.
 
 No client sees a synthetic image, and nothing but the model travels.
 """

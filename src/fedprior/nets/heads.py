@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from .. import seeds
 
 
+def shape_of_head(module: nn.Module) -> tuple[int, int]:
+    """-> (K classes, D features)"""
+    return int(module.head.out_features), int(module.width)  # type: ignore[union-attr, arg-type]
+
+
 class Projected(nn.Module):
     """A net whose classifier sits on a two-layer projection of its features (MOON, arXiv:2103.16257, section 4.1).
 
@@ -17,7 +22,7 @@ class Projected(nn.Module):
 
     def __init__(self, base: nn.Module, width: int, seed: int) -> None:
         super().__init__()
-        inner, classes = int(base.width), int(base.head.out_features)  # type: ignore[arg-type, union-attr]
+        classes, inner = shape_of_head(base)
         base.head = nn.Identity()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seeds.number(seed, "projection"))

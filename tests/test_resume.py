@@ -1,0 +1,237 @@
+"""Runs that are killed and go on: the end is the same to the byte."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fedprior import nets, store
+from fedprior.checkpoint import read
+from fedprior.config import Experiment, override
+from fedprior.errors import UserError
+from fedprior.methods import METHODS
+from fedprior.progress import Silent
+from fedprior.record import Record
+from fedprior.run import run
+
+ROUNDS = 7
+WORDS = [f"rounds={ROUNDS}", "steps=2", "clients=8", "cohort=4", "batch_size=8", "net=tiny", "name=it"]
+WORDS += ["partition.alpha=0.5", "evaluate_every=3", "straggler_rate=0.3", "drop_rate=0.2", "local.momentum=0.5"]
+OWN = {
+    "scaffold": ["method.mode=pre", "memory_MB=0"],
+    "moon": ["method.queue=2", "method.projection=8"],
+    "fedavgm": ["aggregate=trimmed_mean", "clip_update_norm=1"],
+    "fedavg": ["persist_optimizer=true", "schedule=cosine", "schedule.over=7", "bn_stats=local"],
+    "gptfl": ["method.images_per_class=4", "method.pretrain_epochs=1"],
+    "ccvr": ["method.images_per_class=4"],
+    "fednova": ["method.mu=0.1", "server.momentum=0.5"],
+}
+
+
+class Tiny(nn.Module):
+    """Batch norm, so that buffers are part of it, and a strided view of 4-d kernels."""
+
+    def __init__(self, classes: int, size: tuple[int, int]) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 1), nn.Dropout(0.1)
+        )
+        self.width, self.head = 8, nn.Linear(8, classes)
+
+    def forward(self, x):
+        z = self.body(x).mean((2, 3))
+        return z, self.head(z)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    monkeypatch.setitem(nets.NETS, "tiny", Tiny)
+
+
+def words_of(name: str) -> list[str]:
+    return [*WORDS, f"method={name}", *OWN.get(name, [])]
+
+
+def child(experiment: Experiment, root: Path) -> int:
+    """A process of its own that runs the experiment -> its id. A fork, since importing torch takes longer than a run."""
+    if pid := os.fork():
+        return pid
+    try:
+        run(experiment, root, Silent())
+        os._exit(0)
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_when(pid: int, folder: Path, count: int, delay: float) -> bool:
+    """SIGKILL some moments after the run has `count` rounds safe -> whether it was still alive."""
+    while done(folder) < count:
+        if os.waitpid(pid, os.WNOHANG)[0]:
+            return False
+        time.sleep(0.001)
+    time.sleep(delay)
+    if os.waitpid(pid, os.WNOHANG)[0]:
+        return False
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return True
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The newest one last."""
+    return sorted((folder / "checkpoints").glob("round-*.safetensors"), key=lambda p: int(p.stem.partition("-")[2]))
+
+
+def done(folder: Path) -> int:
+    """Rounds in the newest whole checkpoint; a run may be writing and removing them meanwhile."""
+    for path in reversed(checkpoints(folder)):
+        with suppress(OSError, ValueError):
+            return read(path).done
+    return 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_killed_five_times_and_torn_once_ends_byte_equal(tmp_path, name):
+    experiment = override(Experiment(), words_of(name))
+    began = time.monotonic()
+    whole = run(experiment, tmp_path / "whole", Silent())
+    a_round = (time.monotonic() - began) / ROUNDS
+    folder, rng = tmp_path / "cut" / "it", random.Random(name)
+    kills = 0
+    for count in (0, 1, 2, 3, 4, 5):
+        alive = kill_when(child(experiment, tmp_path / "cut"), folder, count, rng.random() * a_round)
+        kills += alive
+        assert lines(folder) - 1 <= done(folder) <= lines(folder)  # one round is done again at most
+        if count == 3:  # power went while the newest checkpoint was being written
+            last = checkpoints(folder)[-1]
+            with last.open("rb+") as f:
+                f.truncate(rng.randrange(last.stat().st_size))
+            assert done(folder) == lines(folder) - 1 or done(folder) == int(last.stem.partition("-")[2]) - 1
+    assert kills >= 5
+    resumed = run(experiment, tmp_path / "cut", Silent())
+    assert resumed.result["weights"] == whole.result["weights"]
+    assert resumed.curve == whole.curve
+    kept = (folder / "metrics.jsonl").read_bytes()
+    assert kept == (tmp_path / "whole" / "it" / "metrics.jsonl").read_bytes()
+    if (folder / "model.safetensors").exists():
+        assert (folder / "model.safetensors").read_bytes() == (
+            tmp_path / "whole" / "it" / "model.safetensors"
+        ).read_bytes()
+    timings = [json.loads(line)["round"] for line in (folder / "timings.jsonl").read_text().splitlines()]
+    assert timings == list(range(1, ROUNDS + 1))
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "done"
+
+
+def test_the_same_command_goes_on_after_a_kill_of_the_real_process(tmp_path):
+    words = ["rounds=40", "steps=2", "clients=6", "cohort=3", "name=it", "method=scaffold"]
+    command = [sys.executable, "-m", "fedprior.cli", "run", *words, "--runs", str(tmp_path)]
+    folder = tmp_path / "it"
+    for count in (2, 5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while lines(folder) < count and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        process.kill()
+        process.wait()
+        assert count <= lines(folder) < 40
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "goes on after round" in ended.stderr
+    whole = run(override(Experiment(), words), tmp_path / "whole", Silent())
+    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "it" / "metrics.jsonl").read_bytes()
+    assert json.loads((folder / "result.json").read_text())["weights"] == whole.result["weights"]
+
+
+def test_more_rounds_go_on_and_equal_a_run_that_had_them_from_the_start(tmp_path):
+    words = words_of("scaffold")
+    run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
+    longer = run(override(Experiment(), [*words, "rounds=6"]), tmp_path, Silent())
+    at_once = run(override(Experiment(), [*words, "rounds=6"]), tmp_path / "at-once", Silent())
+    assert longer.result["weights"] == at_once.result["weights"]
+    assert longer.curve == at_once.curve
+    assert json.loads((tmp_path / "it" / "manifest.json").read_text())["resumed_after"] == [3]
+    with pytest.raises(UserError, match="cannot undo"):
+        run(override(Experiment(), [*words, "rounds=4"]), tmp_path, Silent())
+
+
+def test_changed_settings_are_named_and_refused_and_nothing_is_touched(tmp_path):
+    words = words_of("fedprox")
+    run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+    before = {p: p.read_bytes() for p in (tmp_path / "it").rglob("*") if p.is_file()}
+    with pytest.raises(UserError, match=r"seed: 0 there, 3 here; method\.mu: 0\.01 there, 0\.5 here"):
+        run(override(Experiment(), [*words, "rounds=5", "seed=3", "method.mu=0.5"]), tmp_path, Silent())
+    assert {p: p.read_bytes() for p in (tmp_path / "it").rglob("*") if p.is_file()} == before
+
+
+def test_one_process_writes_to_a_directory(tmp_path):
+    experiment = override(Experiment(), words_of("fedavg"))
+    with Record(tmp_path / "it", experiment), pytest.raises(UserError, match="another process is writing"):
+        run(experiment, tmp_path, Silent())
+    assert run(experiment, tmp_path, Silent()).result["rounds"] == ROUNDS  # the lock is free again
+
+
+def test_other_data_are_refused(tmp_path, monkeypatch):
+    words = words_of("fedavg")
+    run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+    path = tmp_path / "it" / "partition.json"
+    body = json.loads(path.read_text())
+    from fedprior.data import partition
+
+    parts = partition.load(path)
+    other = partition.Partition(**{**{f: getattr(parts, f) for f in parts.__dataclass_fields__}, "seed": 9})
+    assert other.digest != body["digest"]
+    other.save(path)
+    with pytest.raises(UserError, match="the data are not those"):
+        run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
+
+
+def test_a_damaged_metrics_file_goes_on_from_the_generation_it_still_covers(tmp_path):
+    words = words_of("feddyn")
+    whole = run(override(Experiment(), [*words, "rounds=5"]), tmp_path / "whole", Silent())
+    run(override(Experiment(), [*words, "rounds=4"]), tmp_path, Silent())
+    path = tmp_path / "it" / "metrics.jsonl"
+    with path.open("rb+") as f:
+        f.truncate(path.stat().st_size - 5)  # the last line is torn
+    assert run(override(Experiment(), [*words, "rounds=5"]), tmp_path, Silent()).curve == whole.curve
+
+
+def test_an_unnamed_run_says_which_unfinished_one_it_could_go_on_with(tmp_path):
+    class Said(Silent):
+        def __init__(self) -> None:
+            self.text: list[str] = []
+
+        def say(self, text: str) -> None:
+            self.text.append(text)
+
+    experiment = override(Experiment(), [*WORDS, "name="])
+    first = Path(run(experiment, tmp_path, Silent()).result["directory"])
+    manifest = json.loads((first / "manifest.json").read_text())
+    store.write_json(first / "manifest.json", manifest | {"status": "running"})
+    said = Said()
+    run(experiment, tmp_path, said)
+    assert any(f"`fedprior run {first}` goes on with it" in line for line in said.text)
+
+
+def test_dropout_partial_work_and_persistent_optimisers_survive_a_resume_with_bf16(tmp_path):
+    words = [*words_of("fedavg"), "precision=bf16"]
+    whole = run(override(Experiment(), words), tmp_path / "whole", Silent())
+    run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
+    assert run(override(Experiment(), words), tmp_path, Silent()).result["weights"] == whole.result["weights"]
+    assert torch.get_num_threads() == 1
