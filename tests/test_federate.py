@@ -13,7 +13,6 @@ from fedprior.optim import SGD
 from fedprior.uploads import Upload
 
 
-
 def test_one_round_of_fedavg_is_numpys_weighted_mean_of_the_clients_models():
     data = toy.federation()
     w = toy.worker(FedAvg())

@@ -241,8 +241,13 @@ def test_the_limit_does_not_change_a_bit_of_the_result(tmp_path, method, bn_stat
         assert (len(engine.memory.held) < len(list(engine.memory))) == (name != "all")
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("options", [{}, {"bn_stats": "local"}, {"persist_optimizer": True}], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in METHODS),
+        *((name, {"bn_stats": "local", "persist_optimizer": True}) for name in ("moon", "scaffold", "feddyn")),
+    ],
+)
 def test_what_any_methods_clients_remember_survives_the_disk(tmp_path, name, options):
     """Also where two parts of a memory are one and the same tensor."""
     method = METHODS[name]()

@@ -13,6 +13,7 @@ from fedprior.data.table import Federation, make
 from fedprior.engines.serial import Serial
 from fedprior.federate import begin, choose, federate
 from fedprior.local import Worker
+from fedprior.methods.fedsc import collaborate
 from fedprior.net import Net, Output
 from fedprior.traffic import Traffic
 
@@ -24,7 +25,7 @@ OWNED = ((0,), (0, 1, 2), (1, 2), (0, 3), (0, 1, 2), (1, 2))
 COHORT, ROUNDS, SEED = 4, 4, 11
 # The package computes in float32: weights of about 1 carry errors of 6e-8 a step, which some 20 steps with sums of
 # up to 60 terms add up. What is near zero is itself a difference of such numbers, hence the absolute part.
-CLOSE = {"rtol": 2e-5, "atol": 5e-6}
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
 class Module(nn.Module):
@@ -161,8 +162,6 @@ def test_fedavgm(local, dampening):
 @pytest.mark.parametrize("correct", [False, True], ids=["as in the paper", "bias corrected"])
 @pytest.mark.parametrize(("name", "beta1", "beta2"), [("Adam", 0.9, 0.99), ("Yogi", 0.8, 0.9), ("Adagrad", 0.3, 0.0)])
 def test_adaptive_servers(local, correct, name, beta1, beta2):
-    if correct and name == "Adagrad":
-        correct, beta1 = False, 0.0  # its sum of squares has no bias: the paper's own setting instead
     server = getattr(optim, name)(lr=0.1, beta1=beta1, beta2=beta2, tau=1e-3, bias_correction=correct)
     pair = Pair(getattr(methods, f"Fed{name}")(server=server), local)
     pair.rounds(ref.FedOpt(pair.world, name, 0.1, beta1, beta2, 1e-3, correct))
@@ -178,7 +177,7 @@ SCHEDULES = pytest.mark.parametrize("scheduled", [HALVING, WARM], ids=["exponent
 
 
 @SCHEDULES
-@BOTH
+@ALL
 def test_a_schedule_multiplies_the_rate(local, scheduled):
     pair = Pair(methods.FedAvg(), local, schedule=scheduled[0], factor=scheduled[1])
     pair.rounds(ref.FedAvg(pair.world))
@@ -207,7 +206,7 @@ def test_fednova_with_a_proximal_term():
 
 def scaffold(pair, **options):
     reference = ref.Scaffold(pair.world, **options)
-    atol = 2e-5  # (x - y_k) / sum of rates: a difference of two near numbers, divided by as little as 0.04
+    atol = 1e-5  # (x - y_k) / sum of rates: a difference of two near numbers, divided by as little as 0.04
 
     def check(server):
         same(server.state["control"], reference.c, "server control", atol=atol)
@@ -227,7 +226,7 @@ def scaffold(pair, **options):
         for option in ("I", "II")
         for name, local in (("plain", PLAIN), ("momentum", MOMENTUM), ("adamw", ADAMW))
         # the package refuses the others: in these the control is not in the units of a step
-        if (mode != "sgd" or local is PLAIN) and (mode, option, name) != ("post", "I", "adamw")
+        if local is PLAIN or (mode != "sgd" and (mode, option) != ("post", "I"))
     ],
 )
 def test_scaffold(mode, option, local, server_scale):
@@ -243,7 +242,7 @@ def test_scaffold_after_the_step_is_scaffold_in_the_gradient_for_plain_sgd():
     ends = [list(islice(Pair(methods.Scaffold(mode=mode), PLAIN).loop, ROUNDS))[-1].server for mode in ("post", "sgd")]
     for field, group in (("weights", "params"), ("state", "control")):
         one, other = (getattr(end, field)[group] for end in ends)
-        same(one, arrays(other), group, atol=2e-5)
+        same(one, arrays(other), group, atol=1e-5)
 
 
 @SCHEDULES
@@ -321,6 +320,7 @@ def test_fednh(local, learn_scale):
         (1.0, 0.1, "kl", "some"),
         (0.1, 0.05, "l2", "none"),
         (0.5, 0.1, "l2", "some"),
+        (0.9, 0.0, "l2", "some"),  # without the relu the sum would be negative
         (5.0, 0.0, "l2", "all"),
     ],
 )
@@ -351,6 +351,19 @@ def test_fedsc(local, temperature):
             same(server.state["consistent"][c], prototype, f"consistent prototype of class {c}")
 
     pair.rounds(reference, check)
+
+
+@pytest.mark.parametrize("owners", [20, 40])
+def test_fedsc_finds_the_nearest_prototype_among_many_alike(owners):
+    # far from zero and near each other, as the features of clients that agree: |p|^2 + |q|^2 - 2 p q, which torch's
+    # cdist takes above 25 rows, has errors as large as the differences between the squared distances
+    g = torch.Generator().manual_seed(0)
+    p = torch.rand(1, 512, generator=g) + 1e-3 * torch.randn(owners, 512, generator=g)
+    far = (p[:, None].double() - p[None].double()).norm(dim=-1).fill_diagonal_(float("inf"))
+    want = (p + p[far.argmin(1)]) / 2
+    state = collaborate(p[:, None], torch.ones(owners, 1))
+    # another partner changes a coordinate by some 1e-3; rounding changes it by 1e-7
+    same(state["relational"][:, 0], array(want), "relational prototypes", rtol=0, atol=1e-6)
 
 
 @ALL

@@ -110,15 +110,16 @@ def done(folder: Path) -> int:
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_killed_five_times_and_torn_once_ends_byte_equal(tmp_path, name):
     experiment = override(Experiment(), words_of(name))
-    began = time.monotonic()
     whole = run(experiment, tmp_path / "whole", Silent())
-    a_round = (time.monotonic() - began) / ROUNDS
+    times = [json.loads(x)["seconds"] for x in (tmp_path / "whole" / "it" / "timings.jsonl").read_text().splitlines()]
+    a_round = (times[-1] - times[0]) / (ROUNDS - 1)
     folder, rng = tmp_path / "cut" / "it", random.Random(name)
     kills = 0
     for count in (0, 1, 2, 3, 4, 5):
         alive = kill_when(child(experiment, tmp_path / "cut"), folder, count, rng.random() * a_round)
         kills += alive
-        assert lines(folder) - 1 <= done(folder) <= lines(folder)  # one round is done again at most
+        lost = 1 if count <= 3 else 2  # one round is done again at most; the torn checkpoint costs another
+        assert lines(folder) - lost <= done(folder) <= lines(folder)
         if count == 3:  # power went while the newest checkpoint was being written
             last = checkpoints(folder)[-1]
             with last.open("rb+") as f:
@@ -178,6 +179,23 @@ def test_changed_settings_are_named_and_refused_and_nothing_is_touched(tmp_path)
     with pytest.raises(UserError, match=r"seed: 0 there, 3 here; method\.mu: 0\.01 there, 0\.5 here"):
         run(override(Experiment(), [*words, "rounds=5", "seed=3", "method.mu=0.5"]), tmp_path, Silent())
     assert {p: p.read_bytes() for p in (tmp_path / "it").rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize("left", [["checkpoints/lock"], ["checkpoints/lock", ".config.toml.x.tmp"]])
+def test_a_run_that_died_before_its_first_line_begins_anew_and_leaves_no_scraps(tmp_path, left):
+    for name in left:
+        (tmp_path / "it" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "it" / name).touch()
+    assert run(override(Experiment(), words_of("fedavg")), tmp_path, Silent()).result["rounds"] == ROUNDS
+    assert not list((tmp_path / "it").rglob("*.tmp"))
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path):
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "thesis.tex").write_text("years")
+    with pytest.raises(UserError, match="no run directory"):
+        run(override(Experiment(), words_of("fedavg")), tmp_path, Silent())
+    assert [p.name for p in (tmp_path / "it").iterdir()] == ["thesis.tex"]
 
 
 def test_one_process_writes_to_a_directory(tmp_path):

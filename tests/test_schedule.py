@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 import toy
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedprior.errors import UsageError
@@ -69,10 +69,11 @@ cosines = st.builds(
 
 @settings(deadline=None)
 @given(cosine=cosines, steps=st.integers(1, 12))
+@example(cosine=Cosine(over=10, warmup=10 / 3), steps=3)
 def test_cosine_never_leaves_0_to_1_starts_above_zero_and_makes_no_jump(cosine, steps):
     """Between two steps it moves at most by the steepest slope of either part: 1 / warmup, and pi/2 over the rest."""
     line = [cosine.factor(r, s, steps) for r in range(cosine.over + 2) for s in range(steps)]
-    assert all(0 <= x <= 1 for x in line)
+    assert all(0 <= x <= 1 + 1e-12 for x in line)  # 10 / 3 rounds of 3 steps end one rounding above 1
     assert line[0] > 0
     rise = 1 / cosine.warmup / steps if cosine.warmup else 0.0
     fall = math.pi / 2 / (cosine.over - cosine.warmup) / steps
@@ -86,9 +87,9 @@ def test_cosine_rises_until_the_warm_up_ends_and_only_falls_after_it(cosine, ste
     times = [(r + s / steps, cosine.factor(r, s, steps)) for r in range(cosine.over + 2) for s in range(steps)]
     rising = [x for t, x in times if t + 1 / steps <= cosine.warmup]
     falling = [x for t, x in times if t >= cosine.warmup]
-    assert rising == sorted(rising)
-    assert falling == sorted(falling, reverse=True)
-    assert falling[-1] == cosine.floor
+    assert all(a < b + 1e-12 for a, b in pairwise(rising))  # 1e-12 for roundings alone
+    assert all(a > b - 1e-12 for a, b in pairwise(falling))
+    assert falling[-1] == pytest.approx(cosine.floor, abs=1e-12)
 
 
 @pytest.mark.parametrize("schedule", [Exponential(decay=0.9), Cosine(over=6), Cosine(over=6, warmup=1.5, floor=0.1)])

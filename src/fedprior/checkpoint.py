@@ -71,7 +71,7 @@ class Checkpoints:
                     raise ValueError(f"{path} is ahead of the files beside it")
                 if newest is None:
                     memory.restore(state.memories)
-            except (OSError, ValueError):
+            except (OSError, ValueError, KeyError, TypeError):
                 path.unlink(missing_ok=True)
                 continue
             newest = newest or state

@@ -101,8 +101,8 @@ class AdamW:
         t, lr = state["t"] + 1, self.lr * scale
         m = tree.map(lambda m, g: torch.lerp(m, g, 1 - self.beta1), state["m"], grads)
         v = tree.map(lambda v, g: (v * self.beta2).addcmul(g, g, value=1 - self.beta2), state["v"], grads)
-        shrink, debias = 1 - lr * self.weight_decay, 1 - self.beta1**t
-        root = (1 - self.beta2**t).sqrt()
+        shrink, debias = 1 - lr * self.weight_decay, _one_minus_power(self.beta1, t)
+        root = _one_minus_power(self.beta2, t).sqrt()
 
         def step(p: Tensor, m: Tensor, v: Tensor) -> Tensor:
             moved: Tensor = p * shrink - (lr / debias) * m / (v.sqrt() / root + self.eps)
@@ -112,6 +112,11 @@ class AdamW:
 
     def length(self, rates: Sequence[float], pull: float = 0.0) -> float:
         return math.fsum(rates)  # a step is about as long as its rate, whatever the gradient
+
+
+def _one_minus_power(base: float, t: Tensor) -> Tensor:
+    """1 - base^t without the cancellation that costs float32 five digits while base^t is near 1."""
+    return -torch.expm1(t * (math.log(base) if base else -math.inf))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +188,11 @@ class Adagrad(Adaptive):
 
     beta1: float = 0.0
     beta2: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta2:
+            raise UsageError(f"adagrad sums all squares and has no beta2; leave it at 0, not {self.beta2}")
 
     def second(self, v: Tensor, square: Tensor) -> Tensor:
         return v + square

@@ -43,9 +43,8 @@ class Record:
                 f"another process is writing to {self.folder}; wait for it or choose another name="
             ) from None
         except (FileExistsError, NotADirectoryError):
-            raise UserError(
-                f"{self.folder} cannot be a directory, a file is in the way; choose another name="
-            ) from None
+            raise UserError(f"a file is in the way of {self.folder}; choose another name= or --runs") from None
+        store.sweep(self.folder)
         return self
 
     def __exit__(self, *error: object) -> None:

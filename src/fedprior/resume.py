@@ -28,7 +28,7 @@ def look(folder: Path, experiment: Experiment) -> Standing:
     if not folder.exists() or not any(folder.iterdir()):
         return Standing(False, False)
     if not (folder / "config.toml").exists():
-        if {path.name for path in folder.iterdir()} == {"checkpoints"}:
+        if (folder / "checkpoints").is_dir():
             return Standing(True, False)  # it died before its first line
         raise UserError(f"{folder} is not empty and no run directory; choose another name= or remove it first")
     saved = from_toml(folder / "config.toml")

@@ -60,7 +60,7 @@ class Cosine:
 
     def factor(self, round: int, step: int, steps: int) -> float:
         if self.warmup and (round * steps + step + 1) <= self.warmup * steps:
-            return (round + (step + 1) / steps) / self.warmup  # the first step already moves
+            return min(1.0, (round + (step + 1) / steps) / self.warmup)  # the first step already moves
         done = min(1.0, (round + step / steps - self.warmup) / (self.over - self.warmup))
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * max(0.0, done))) / 2
 

@@ -43,6 +43,12 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def sweep(folder: Path) -> None:
+    """Removes what `atomic` left under a folder when its process was killed. Only for who alone writes there."""
+    for path in folder.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -80,7 +86,13 @@ def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -
 
     from . import tree
 
-    flat = {name: x.detach().cpu().contiguous() for name, x in tree.flatten(value).items()}
+    flat: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, x in tree.flatten(value).items():
+        flat[name] = x.detach().cpu().contiguous()
+        if flat[name].untyped_storage().data_ptr() in seen:  # the format knows no shared tensors
+            flat[name] = flat[name].clone()
+        seen.add(flat[name].untyped_storage().data_ptr())
     note = json.dumps(about or {}, allow_nan=False)
     order = json.dumps(list(flat))  # the file has an order of its own, and sums depend on ours
     with atomic(path) as temporary:

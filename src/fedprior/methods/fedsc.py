@@ -85,7 +85,8 @@ def collaborate(prototypes: Tensor, rows: Tensor) -> Tree:
     owned = rows.to(prototypes.device) > 0
     clients, classes, _ = prototypes.shape
     columns = prototypes.transpose(0, 1)  # [K, M, D]
-    far = torch.cdist(columns, columns)  # [K, M, M]
+    # torch's fast way, from 26 rows on, loses small distances between long vectors
+    far = torch.cdist(columns, columns, compute_mode="donot_use_mm_for_euclid_dist")  # [K, M, M]
     candidates = owned.T[:, None, :] & ~torch.eye(clients, dtype=torch.bool, device=owned.device)
     far = far.masked_fill(~candidates, float("inf"))
     if clients:

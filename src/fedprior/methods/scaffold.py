@@ -50,8 +50,9 @@ class Scaffold(Method):
     def check(self, local: Optimizer) -> None:
         if self.mode == "sgd" and not (isinstance(local, SGD) and not local.momentum and not local.weight_decay):
             raise UsageError("method.mode=sgd is for plain SGD; use method.mode=post or pre with this local optimiser")
-        if self.mode == "post" and self.option == "I" and not isinstance(local, SGD):
-            raise UsageError("method.option=I is a gradient, no AdamW step; use method.mode=pre or method.option=II")
+        plain = isinstance(local, SGD) and not local.momentum
+        if self.mode == "post" and self.option == "I" and not plain:
+            raise UsageError("method.option=I is a gradient, not a step; use method.mode=pre or method.option=II")
 
     def init_server(self, net: Net, weights: Tree, seed: int) -> Tree:
         return {"control": tree.zeros_like(weights["params"])}
