@@ -95,6 +95,21 @@ def test_a_written_experiment_reads_back_equal(tmp_path_factory, method, scheme,
     assert from_toml(path) == e
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["method=moon", "method.projection=none"],
+        ["method=scaffold", "method.mode=pre", "server.lr=0.5", "aggregate=median"],
+        ["method=fedadam", "server.lr=0.3", "schedule=cosine", "schedule.over=7", "clip_gradient=10"],
+        ["drop_rate=0.1", "straggler_rate=0.5", "min_cohort=2", "clip_update_norm=3", "persist_optimizer=true"],
+    ],
+)
+def test_what_is_none_or_no_default_reads_back_equal(tmp_path, words):
+    e = override(Experiment(), words)
+    (tmp_path / "e.toml").write_text(to_toml(e))
+    assert from_toml(tmp_path / "e.toml") == e != Experiment()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_reads_back_equal(tmp_path, name):
     e = RECIPES[name]()
@@ -124,3 +139,23 @@ def test_a_broken_file_is_named(tmp_path):
     path.write_text("[method]\nname = 'fedprox'\nmuu = 3\n")
     with pytest.raises(UsageError, match=r"e\.toml: unknown key 'method\.muu'.*method\.mu"):
         from_toml(path)
+
+
+def test_every_method_of_the_papers_tables_has_a_recipe_with_the_papers_setting():
+    for paper, rows in (("gen-fedsd", ("fedprox", "fednova", "scaffold", "gptfl")), ("feddifrc", METHODS)):
+        for data in ("cifar10", "cifar100"):
+            base = RECIPES[f"{paper}/{data}"]()
+            for name in set(rows) - {"fedavg", "local", "centralised"}:
+                e = RECIPES[f"{paper}/{data}/{name}"]()
+                assert type(e.method) is METHODS[name]
+                assert (e.net, e.local, e.partition, e.rounds, e.cohort) == (
+                    base.net,
+                    base.local,
+                    base.partition,
+                    base.rounds,
+                    base.cohort,
+                )
+    assert RECIPES["gen-fedsd/cifar10/fedprox"]().method.mu == 0.001
+    assert RECIPES["feddifrc/cifar10/fedavgm"]().server == SGD(lr=1.0, momentum=0.97)
+    assert RECIPES["gen-fedsd/cifar10/scaffold"]().balance == RECIPES["gen-fedsd/cifar10"]().balance
+    assert RECIPES["gen-fedsd/cifar10/gptfl"]().balance is None

@@ -62,7 +62,7 @@ def words_of(name: str) -> list[str]:
 
 
 def child(experiment: Experiment, root: Path) -> int:
-    """A process of its own that runs the experiment -> its id. A fork, since importing torch takes longer than a run."""
+    """A process of its own that runs the experiment -> its id. A fork: importing torch takes longer than a run."""
     if pid := os.fork():
         return pid
     try:

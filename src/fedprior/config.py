@@ -272,7 +272,8 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
         elif value is None:
             out[f.name] = "none"
         else:
-            inner = {g.name: v for g in _settable(value) if (v := getattr(value, g.name)) is not None}
+            shown = [g for g in _settable(value) if getattr(value, g.name) is not None or g.default is not None]
+            inner = {g.name: "none" if (v := getattr(value, g.name)) is None else v for g in shown}
             out[f.name] = {"name": CHOICES[f.name].name_of(value)} | inner
     simple = {k: v for k, v in out.items() if not isinstance(v, dict)}
     return simple | {k: v for k, v in out.items() if isinstance(v, dict)}

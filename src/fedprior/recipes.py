@@ -8,6 +8,25 @@ from dataclasses import replace
 
 from .config import Data, Experiment, PriorChoice
 from .data.partition import PARTITIONS
+from .method import Method
+from .methods import (
+    CCVR,
+    GPTFL,
+    FedAdagrad,
+    FedAdam,
+    FedAvgM,
+    FedBN,
+    FedDisco,
+    FedDyn,
+    FedNH,
+    FedNova,
+    FedProto,
+    FedProx,
+    FedSC,
+    FedYogi,
+    Moon,
+    Scaffold,
+)
 from .optim import SGD, AdamW
 from .prepare.balance import BALANCES
 
@@ -74,10 +93,58 @@ def feddifrc_cifar100() -> Experiment:
     return replace(feddifrc_cifar10(), data=Data(name="cifar100"), local=local)
 
 
-RECIPES: dict[str, Callable[[], Experiment]] = {
-    "digits": digits,
-    "gen-fedsd/cifar10": gen_fedsd_cifar10,
-    "gen-fedsd/cifar100": gen_fedsd_cifar100,
-    "feddifrc/cifar10": feddifrc_cifar10,
-    "feddifrc/cifar100": feddifrc_cifar100,
+# What each paper's tables compare with; a setting that differs from the method's own default is the paper's code's.
+GEN_FEDSD_ROWS: dict[str, Method] = {
+    "fedprox": FedProx(mu=0.001),  # FedZoo-Bench, on which the paper's code is built
+    "fednova": FedNova(),  # with equal steps it equals FedAvg, whatever the paper's table says
+    "scaffold": Scaffold(mode="post"),
 }
+FEDDIFRC_ROWS: dict[str, Method] = {
+    "fedavgm": FedAvgM(server=SGD(lr=1.0, momentum=0.97)),
+    "fedprox": FedProx(mu=0.01),
+    "fednova": FedNova(),
+    "scaffold": Scaffold(mode="post"),
+    "fedadam": FedAdam(),
+    "fedyogi": FedYogi(),
+    "fedadagrad": FedAdagrad(),
+    "moon": Moon(projection=None),  # its code family contrasts the backbone's own features
+    "feddyn": FedDyn(),
+    "fedproto": FedProto(share="both"),
+    "fednh": FedNH(),
+    "fedbn": FedBN(),
+    "feddisco": FedDisco(),
+    "fedsc": FedSC(),
+    "ccvr": CCVR(),
+}
+SERVER_STAGE: dict[str, Method] = {"gptfl": GPTFL()}
+"""A rival of both papers that spends the same prior on the server. It takes no balance."""
+
+
+def with_method(recipe: Callable[[], Experiment], method: Method) -> Callable[[], Experiment]:
+    """The recipe with another method and that method's own server optimiser."""
+
+    def changed() -> Experiment:
+        base = recipe()
+        prior = base.prior or (PriorChoice(name="sd1.4", dtype="fp16") if method.images else None)
+        balance = None if isinstance(method, GPTFL) else base.balance
+        return replace(base, method=method, server=method.server, prior=prior, balance=balance)
+
+    changed.__doc__ = f"{recipe.__doc__} With {type(method).__name__}."
+    return changed
+
+
+def _recipes() -> dict[str, Callable[[], Experiment]]:
+    out: dict[str, Callable[[], Experiment]] = {"digits": digits}
+    for paper, rows, recipes in (
+        ("gen-fedsd", GEN_FEDSD_ROWS, {"cifar10": gen_fedsd_cifar10, "cifar100": gen_fedsd_cifar100}),
+        ("feddifrc", FEDDIFRC_ROWS, {"cifar10": feddifrc_cifar10, "cifar100": feddifrc_cifar100}),
+    ):
+        for data, recipe in recipes.items():
+            out[f"{paper}/{data}"] = recipe
+            for name, method in (rows | SERVER_STAGE).items():
+                out[f"{paper}/{data}/{name}"] = with_method(recipe, method)
+    return out
+
+
+RECIPES: dict[str, Callable[[], Experiment]] = _recipes()
+"""By name: "paper/data" is the paper's own setting with FedAvg, "paper/data/method" a row of its tables."""

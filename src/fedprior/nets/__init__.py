@@ -10,13 +10,14 @@ from ..errors import unknown
 from .cct import CCT
 from .cnn import CNN
 from .mobilenet import MobileNetV2
-from .resnet import ResNet10
+from .resnet import ResNet10, ResNet10GN
 
 NETS: dict[str, Callable[[int, tuple[int, int]], nn.Module]] = {
     "cnn": CNN,
     "cct_2_3x2_32": CCT,
     "cct": CCT,  # short for the one above
     "resnet10": ResNet10,
+    "resnet10_gn": ResNet10GN,
     "mobilenet_v2": MobileNetV2,
 }
 
