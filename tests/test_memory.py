@@ -144,10 +144,10 @@ def test_whoever_was_used_longest_ago_leaves_first(tmp_path):
     memory.put(0, {k: memory_of(k) for k in (0, 1, 2)})
     memory.get(0)
     memory.put(1, {3: memory_of(3)})
-    assert list(memory.held) == [2, 0, 3]
+    assert [client for client, _ in memory.held] == [2, 0, 3]
     memory.put(2, {2: memory_of(9)})
     memory.get(1)  # from disk
-    assert list(memory.held) == [3, 2, 1]
+    assert [client for client, _ in memory.held] == [3, 2, 1]
 
 
 def test_restore_forgets_what_is_held_and_reads_the_round_that_is_named(tmp_path):
@@ -263,3 +263,28 @@ def test_a_queue_of_previous_models_survives_the_disk(tmp_path):
     want, free = play(method, rounds=3)
     assert same(got._asdict(), want._asdict())
     assert all(same(engine.memory.get(k), free.memory.get(k)) for k in free.memory)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, float("inf")])
+def test_a_staged_memory_counts_only_when_it_is_committed(tmp_path, limit):
+    memory = ClientMemory(tmp_path, limit_MB=limit)
+    memory.put(0, {1: memory_of(1), 2: memory_of(2)})
+    for client in (1, 2, 3):
+        memory.stage(1, client, memory_of(10 + client))
+    assert same(memory.get(1), memory_of(1))  # nothing counts yet
+    memory.commit(1, [2, 3, 9])  # 9 staged nothing
+    assert [same(memory.get(k), memory_of(n)) for k, n in ((1, 1), (2, 12), (3, 13))] == [True] * 3
+    assert memory.index == {1: 0, 2: 1, 3: 1}
+    assert memory.bytes == sum(tree.num_bytes(x) for x in memory.held.values())
+    memory.prune(memory.index)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"{k}-{memory.index[k]}.safetensors" for k in (1, 2, 3)]
+
+
+def test_a_whole_cohort_in_training_stays_within_the_limit(tmp_path):
+    memory = ClientMemory(tmp_path, limit_MB=2.5 * tree.num_bytes(memory_of()) / MB)
+    for client in range(20):
+        memory.stage(0, client, memory_of(client))
+        assert memory.bytes <= memory.limit
+        assert len(memory.held) <= 2
+    memory.commit(0, range(20))
+    assert all(same(memory.get(k), memory_of(k)) for k in range(20))

@@ -225,7 +225,7 @@ def test_an_abandoned_round_leaves_server_and_clients_as_they_were_although_it_w
         assert math.isfinite(result.train_loss)
     assert engine.memory.index == heard.memory.index == dict.fromkeys(range(6), 0)
     assert all(same(engine.memory.get(k), heard.memory.get(k)) for k in range(6))
-    assert engine.pending == {}  # nothing of the abandoned rounds waits to become current
+    assert engine.memory.staged == set()  # nothing of the abandoned rounds waits to become current
     assert traffic.up == Counter({k: 3 * n for k, n in counted.up.items()})
     assert traffic.down == Counter({k: 3 * n for k, n in counted.down.items()})
     assert traffic.up["control"] > 0

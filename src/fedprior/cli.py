@@ -155,6 +155,8 @@ def plan(
     )
     print(f"{result['images']} distinct images would be generated, about {result['disk_MB']:.1f} MB on disk.")
     print(f"{result['MB']:.3f} MB would travel, both directions and all rounds together.")
+    if result["state_MB"]:
+        print(f"Clients would remember {result['state_MB']:.1f} MB between rounds, and the disk hold up to twice that.")
     if "note" in result:
         print(f"The time for images is not known: {result['note']}")
     if result["seconds"] is not None:

@@ -171,11 +171,10 @@ class Worker:
             return float((~shard["synthetic"]).sum())
         return float(len(shard))
 
-    def expected(self, down: Tree, shard: Shard) -> Tree:
-        """A tree with the names, shapes and dtypes of a good upload: that of a client that did not move."""
+    def sample(self, down: Tree, shard: Shard) -> tuple[Upload, Tree]:
+        """Upload and memory of a client that did not move: the names, shapes and dtypes of any."""
         ctx = self.open(down, {})
-        carry = self.init(ctx, {})
-        return self.finish(0, carry, [1.0], 0.0, Shard(shard.table, shard.rows[:1]), ctx, down)[0].tree
+        return self.finish(0, self.init(ctx, {}), [1.0], 0.0, Shard(shard.table, shard.rows[:1]), ctx, down)
 
 
 def clip(grads: Tree, most: float) -> Tree:

@@ -1,12 +1,12 @@
 """What clients remember between their rounds: in memory up to a limit, the rest on disk.
 
 With a folder every new memory is written to a file of its own at once, CLIENT-ROUND.safetensors, and an older
-file stays until no checkpoint names it. The limit bounds what is kept in memory on top; results do not depend
-on it, since a tree read back equals the one that was written to the bit.
+file stays until no checkpoint names it. The limit bounds what is kept in memory on top, however large a cohort
+is; results do not depend on it, since a tree read back equals the one that was written to the bit.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from . import store, tree
@@ -25,7 +25,8 @@ class ClientMemory:
     def __init__(self, folder: Path | None = None, limit_MB: float = float("inf")) -> None:
         self.folder, self.limit = folder, limit_MB * MB if folder else float("inf")
         self.index: Index = {}
-        self.held: OrderedDict[int, Tree] = OrderedDict()  # least recently used first
+        self.staged: set[int] = set()  # clients whose new memory does not count yet
+        self.held: OrderedDict[tuple[int, int], Tree] = OrderedDict()  # by client and round, least recently used first
         self.bytes = 0
 
     def __contains__(self, client: int) -> bool:
@@ -38,29 +39,46 @@ class ClientMemory:
         """{} for a client that remembers nothing. Raises UserError when its file is damaged."""
         if client not in self.index:
             return {}
-        if client in self.held:
-            self.held.move_to_end(client)
-            return self.held[client]
+        key = client, self.index[client]
+        if key in self.held:
+            self.held.move_to_end(key)
+            return self.held[key]
         try:
-            memory = self.read(client, self.index[client])
+            memory = self.read(*key)
         except (OSError, ValueError) as error:
             raise UserError(f"what client {client} remembers cannot be read: {error}; run again to resume") from None
-        self._hold(client, memory)
+        self._hold(key, memory)
         return memory
+
+    def stage(self, round: int, client: int, memory: Tree) -> None:
+        """What a client remembers after a round, if its upload turns out to count."""
+        if self.folder is not None:
+            store.write_tree(self._path(client, round), memory)
+        self._hold((client, round), memory)
+        self.staged.add(client)
+
+    def commit(self, round: int, accepted: Iterable[int]) -> None:
+        """The staged memories of these clients become current; the others are forgotten."""
+        for client in self.staged.intersection(accepted):
+            if self.index.get(client) != round:
+                self._drop((client, self.index.get(client, -1)))
+            self.index[client] = round
+            self.staged.remove(client)
+        for client in self.staged:
+            self._drop((client, round))
+        self.staged = set()
 
     def put(self, round: int, memories: Mapping[int, Tree]) -> None:
         """What these clients remember after a round."""
         for client, memory in memories.items():
-            if self.folder is not None:
-                store.write_tree(self._path(client, round), memory)
-            self.index[client] = round
-            self._hold(client, memory)
+            self.stage(round, client, memory)
+        self.commit(round, memories)
 
     def restore(self, index: Index) -> None:
         """Go on from these files. Raises ValueError or OSError when one is missing or damaged."""
         for client, round in index.items():
             self.read(client, round)
-        self.index = dict(index)
+        self.index, self.staged = dict(index), set()
         self.held.clear()
         self.bytes = 0
 
@@ -79,10 +97,13 @@ class ClientMemory:
         assert self.folder is not None
         return self.folder / f"{client}-{round}.safetensors"
 
-    def _hold(self, client: int, memory: Tree) -> None:
-        if client in self.held:
-            self.bytes -= tree.num_bytes(self.held.pop(client))
-        self.held[client] = memory
+    def _hold(self, key: tuple[int, int], memory: Tree) -> None:
+        self._drop(key)
+        self.held[key] = memory
         self.bytes += tree.num_bytes(memory)
         while self.bytes > self.limit:
-            self.bytes -= tree.num_bytes(self.held.popitem(last=False)[1])
+            self._drop(next(iter(self.held)))
+
+    def _drop(self, key: tuple[int, int]) -> None:
+        if key in self.held:
+            self.bytes -= tree.num_bytes(self.held.pop(key))

@@ -45,6 +45,7 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     out |= {
         "clients": clients,
         "MB": traffic,
+        "state_MB": state_MB(experiment, engine),
         "disk_MB": out["images"] * height * width * PNG_BYTES_PER_PIXEL / MB,
     }
     seconds: dict[str, float | None] = {"generation_seconds": None, "training_seconds": None, "seconds": None}
@@ -69,6 +70,15 @@ def traffic_MB(experiment: Experiment, engine: Serial, cohort: int) -> float:
     down = {"weights": server.weights, "shared": worker.method.broadcast(server)}
     once = tree.num_bytes(down) + tree.num_bytes(engine.expected(down))
     return experiment.rounds * cohort * once / MB
+
+
+def state_MB(experiment: Experiment, engine: Serial) -> float:
+    """What the clients remember between rounds, once all have taken part. On disk it takes up to twice that."""
+    worker = engine.worker
+    server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
+    down = {"weights": server.weights, "shared": worker.method.broadcast(server)}
+    memory = worker.sample(down, engine.federation.shard(engine.clients[0]))[1]
+    return len(engine.clients) * tree.num_bytes(memory) / MB
 
 
 def seconds_per_image(experiment: Experiment, federation: Federation, device: torch.device) -> float:

@@ -1,6 +1,8 @@
 """From an experiment to a run directory."""
 
+import errno
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +76,13 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
         try:
             return carry_out(ready, record, progress, began)
         except BaseException as error:
-            record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
+            with suppress(OSError):  # a full disk must not hide what went wrong
+                record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise UserError(
+                    f"the disk of {folder} is full; free some space and give the same command again: it goes on after "
+                    "the last round that was saved"
+                ) from error
             raise
 
 

@@ -15,7 +15,6 @@ class Serial:
         self.clients: Sequence[int] = [k for k, rows in enumerate(federation.clients) if len(rows)]
         self.total = len(federation.clients)
         self.memory = memory or ClientMemory()
-        self.pending: dict[int, Tree] = {}
 
     def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload]:
         for client in sorted(cohort):
@@ -27,15 +26,14 @@ class Serial:
                 error.add_note(f"in client {client}, round {round + 1}")
                 raise
             if any(memory.values()):
-                self.pending[client] = memory
+                self.memory.stage(round, client, memory)
             yield upload
 
     def commit(self, accepted: Sequence[int], round: int) -> None:
-        self.memory.put(round, {k: self.pending[k] for k in accepted if k in self.pending})
-        self.pending = {}
+        self.memory.commit(round, accepted)
 
     def expected(self, down: Tree) -> Tree:
-        return self.worker.expected(down, self.federation.shard(self.clients[0]))
+        return self.worker.sample(down, self.federation.shard(self.clients[0]))[0].tree
 
     def start(self, client: int, weights: Tree) -> Tree:
         """The weights that a client would begin a round with, given the server's."""

@@ -226,15 +226,27 @@ def traffic_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def incidents(arms: Sequence[Arm], most: int = 20) -> list[str]:
-    """Refused updates and skipped rounds, one line each; the first `most` and how many more."""
-    lines = []
+    """Who did not answer or did part of the work, as one line a run; refused updates and abandoned rounds, one line
+    each: the first `most` and how many more."""
+    totals, lines = [], []
     for arm in arms:
         for number, curve in enumerate(arm.curves, 1):
             run = arm.name if len(arm.curves) == 1 else f"{arm.name}, run {number} of {len(arm.curves)}"
+            totals += attendance(run, curve)
             for line in curve:
                 where = f"{run}, round {line['round']}"
                 lines += [f"{where}: client {r['client']} refused, {r['reason']}" for r in line["refused"]]
                 if line["skipped"]:
-                    lines.append(f"{where}: no update counted, the model stayed as it was")
+                    lines.append(f"{where}: {counted(line['accepted'], 'good update')}, too few; the model stayed")
     more = len(lines) - most
-    return lines[:most] + ([f"and {more} more"] if more > 0 else [])
+    return totals + lines[:most] + ([f"and {more} more"] if more > 0 else [])
+
+
+def attendance(run: str, curve: Curve) -> list[str]:
+    """What clients were asked and did not do, in one line; nothing where all did everything. Runs of earlier versions
+    know of no drop-out."""
+    asked = sum(len(line["cohort"]) for line in curve)
+    dropped, partial = (sum(len(line.get(key, ())) for line in curve) for key in ("dropped", "partial"))
+    if not dropped and not partial:
+        return []
+    return [f"{run}: of {asked} requests {dropped} got no answer and {partial} were done in part"]
