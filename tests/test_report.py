@@ -214,7 +214,8 @@ def test_traffic_is_in_millions_of_bytes_and_leaves_silent_groups_out():
 
 def test_incidents_name_run_round_client_and_reason_and_stop_at_the_limit():
     bad = [{"client": 3, "reason": "not finite"}]
-    arms = [Arm(name="a", curves=[curve([0.1]), [line(1, 0.1, refused=bad, skipped=True)]])]
+    abandoned = line(1, 0.1, refused=bad, skipped=True) | {"accepted": 0}
+    arms = [Arm(name="a", curves=[curve([0.1]), [abandoned]])]
     where = "a, run 2 of 2, round 1"
     refused, skipped = (
         f"{where}: client 3 refused, not finite",
@@ -222,6 +223,8 @@ def test_incidents_name_run_round_client_and_reason_and_stop_at_the_limit():
     )
     assert summary.incidents(arms) == [refused, skipped]
     assert summary.incidents(arms, most=1) == [refused, "and 1 more"]
+    few = [Arm(name="a", curves=[[line(1, 0.1, skipped=True) | {"accepted": 2}]])]
+    assert summary.incidents(few) == ["a, round 1: only 2 good updates, the model stayed as it was"]
 
 
 # Figures

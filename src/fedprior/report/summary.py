@@ -237,7 +237,10 @@ def incidents(arms: Sequence[Arm], most: int = 20) -> list[str]:
                 where = f"{run}, round {line['round']}"
                 lines += [f"{where}: client {r['client']} refused, {r['reason']}" for r in line["refused"]]
                 if line["skipped"]:
-                    lines.append(f"{where}: {counted(line['accepted'], 'good update')}, too few; the model stayed")
+                    few = (
+                        f"only {counted(line['accepted'], 'good update')}" if line["accepted"] else "no update counted"
+                    )
+                    lines.append(f"{where}: {few}, the model stayed as it was")
     more = len(lines) - most
     return totals + lines[:most] + ([f"and {more} more"] if more > 0 else [])
 
