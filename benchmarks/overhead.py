@@ -35,7 +35,7 @@ class Idle(Worker):
 
     def train(self, client, shard, down, memory, round):  # type: ignore[no-untyped-def]
         ctx = self.open(down, memory)
-        return self.finish(client, self.init(ctx, memory), 1, 0.0, shard, ctx)
+        return self.finish(client, self.init(ctx, memory), [1.0], 0.0, shard, ctx, down)
 
 
 class Megabyte(nn.Module):

@@ -137,8 +137,8 @@ def main() -> None:
         span = f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
         print(f"| {name} | {span} | {ratio:.3f} | {bound} |")
     print(
-        f"\n{options.clients} clients of SCAFFOLD on CCT-2 (1.13 MB of control variate each), all of them in each of two "
-        "rounds, one step each.\n"
+        f"\n{options.clients} clients of SCAFFOLD on CCT-2 (1.13 MB of control variate each), all of them in each of "
+        "two rounds, one step each.\n"
     )
     print("| `memory_MB` | memory above the start, peak | on disk | seconds | weights and control variate |")
     print("| --- | --- | --- | --- | --- |")
