@@ -55,7 +55,7 @@ def with_synthetic(federation: Federation) -> Federation:
 
 def play(method, rounds, data=None, cohort=2, memory=None, first=0, **options):
     """-> (engine, the server after each round, lazily)"""
-    worker = toy.worker(method, **({"steps": 2} | options))
+    worker = toy.worker(method, **({"steps": 8} | options))
     engine = Serial(worker, data or skewed(), memory)
     start = begin(worker.net, method, worker.seed, worker.bn_stats)
     loop = federate(start, method, engine, cohort=cohort, seed=worker.seed, traffic=Traffic(), first=first)
@@ -101,13 +101,18 @@ def clients_by_hand(rates, counts):
     return dict(zip(STATISTICS, numbers, strict=True)), own
 
 
+def tells(own):
+    """Whether these accuracies of clients would show a confusion of clients or of statistics."""
+    return len(set(own)) >= 3 and sorted(own)[0] < sorted(own)[1]
+
+
 # One model for all
 
 
 def test_a_global_model_is_judged_by_one_evaluation_with_the_numbers_of_evaluate(calls):
     data = skewed()
     engine, servers = play(FedAvg(), 3, data)
-    judge = Judge(engine, data)
+    judge, told = Judge(engine, data), []
     for done, server in enumerate(servers, 1):
         got = judge.scores(server)
         assert len(calls) == done
@@ -118,7 +123,8 @@ def test_a_global_model_is_judged_by_one_evaluation_with_the_numbers_of_evaluate
         assert got["per_class"] == plain.per_class.tolist()
         wanted, own = clients_by_hand(plain.per_class, data.counts())
         assert got["clients"] == pytest.approx(wanted)
-        assert len(set(own)) > 1  # else any client's counts would do
+        told.append(tells(own))
+    assert any(told)
 
 
 def test_only_real_rows_say_what_a_client_sees_and_what_it_weighs():
@@ -169,7 +175,7 @@ NAMES = ["local", "fedproto", "fedbn", "fedavg with local statistics"]
 def test_personal_models_score_the_mean_over_all_clients_with_data_trained_or_not(method, options):
     data = skewed()
     engine, servers = play(method, 4, data, **options)
-    judge = Judge(engine, data)
+    judge, told = Judge(engine, data), []
     for server in servers:
         got, seen = judge.scores(server), by_hand(engine, server, data)
         assert got["accuracy"] == pytest.approx(np.mean([e.accuracy for e in seen]), abs=1e-12)
@@ -178,8 +184,8 @@ def test_personal_models_score_the_mean_over_all_clients_with_data_trained_or_no
         assert got["per_class"] == pytest.approx(rates.mean(0))
         wanted, own = clients_by_hand(rates, data.counts())
         assert got["clients"] == pytest.approx(wanted)
-        assert len(set(own)) > 1
-    assert any(k in engine.memory for k in HELD)
+        told.append(tells(own))
+    assert any(told)
     engine, servers = play(method, 1, data, **options)
     next(servers)
     assert any(k not in engine.memory for k in HELD)  # the first round did leave somebody out
@@ -261,7 +267,7 @@ def test_a_judge_that_comes_after_a_resume_scores_as_one_that_saw_every_round(me
         scores = judge.scores(server)
     back = ClientMemory(tmp_path)
     back.restore(dict(engine.memory.index))
-    resumed = Serial(toy.worker(method, steps=2, **options), data, back)
+    resumed = Serial(toy.worker(method, steps=8, **options), data, back)
     late = Judge(resumed, data)
     assert late.scores(server) == scores
     np.testing.assert_array_equal(late.rates, judge.rates)
@@ -435,13 +441,13 @@ def test_incidents_name_the_arm_and_seed_first_count_attendance_and_then_name_ab
     arms = [Arm(name="a", curves=[[line(1, [1])], dropping]), Arm(name="b", curves=[[line(1, [1])]])]
     assert summary.incidents(arms) == [
         "a, run 2 of 2: of 6 requests 3 got no answer and 0 were done in part",
-        "a, run 2 of 2, round 1: 1 good update, too few; the model stayed",
+        "a, run 2 of 2, round 1: only 1 good update, the model stayed as it was",
         "a, run 2 of 2, round 2: client 2 refused, odd",
-        "a, run 2 of 2, round 3: 0 good updates, too few; the model stayed",
+        "a, run 2 of 2, round 3: no update counted, the model stayed as it was",
     ]
     assert summary.incidents(arms, most=1) == [
         "a, run 2 of 2: of 6 requests 3 got no answer and 0 were done in part",
-        "a, run 2 of 2, round 1: 1 good update, too few; the model stayed",
+        "a, run 2 of 2, round 1: only 1 good update, the model stayed as it was",
         "and 2 more",
     ]
 
@@ -456,7 +462,7 @@ def test_lines_of_older_runs_know_no_drop_out_and_are_reported_all_the_same():
     old[1] |= {"skipped": True, "accepted": 0}
     assert summary.attendance("old", old) == []
     assert summary.incidents([Arm(name="old", curves=[old])]) == [
-        "old, round 2: 0 good updates, too few; the model stayed"
+        "old, round 2: no update counted, the model stayed as it was"
     ]
 
 

@@ -122,7 +122,8 @@ def build_net(experiment: Experiment, federation: Federation, device: torch.devi
     height, width = federation.test["image"].shape[2:]
     module = nets.build(experiment.net, len(federation.classes), size=(height, width), seed=experiment.seed)
     module = experiment.method.adapt(module, experiment.seed)
-    mean, std = STATISTICS.get(experiment.data.name, ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    name = next((alias for alias, hub_id in sources.ALIASES.items() if hub_id == experiment.data.name), "")
+    mean, std = STATISTICS.get(name or experiment.data.name, ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
     return Net(module.to(device), mean, std, experiment.precision)
 
 

@@ -4,6 +4,7 @@ Nothing heavy is imported before a command runs, so that `fedprior --help` answe
 """
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from .errors import UsageError, UserError, unknown
 
 if TYPE_CHECKING:
     from .config import Experiment
+
+INTERRUPTED = 130  # what newer versions of typer make of a KeyboardInterrupt
 
 app = typer.Typer(
     name="fedprior",
@@ -117,8 +120,8 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
 
     experiment = experiment_of(words)
     if words and "=" not in words[0] and Path(words[0]).is_dir() and not experiment.name:
-        here = Path(words[0]).resolve()
-        experiment, runs = replace(experiment, name=here.name), Path(words[0]).parent
+        here = Path(words[0]).resolve()  # it may be "." or a link
+        experiment, runs = replace(experiment, name=here.name), Path(os.path.relpath(here.parent))
     result = run_experiment(experiment, runs, for_terminal()).result
     rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
     rows[-1][0] = "best (optimistic)"
@@ -354,7 +357,9 @@ def main() -> None:
     except UserError as error:
         print(f"fedprior: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+            raise
         print("fedprior: stopped", file=sys.stderr)
         sys.exit(1)
 
