@@ -14,7 +14,7 @@ from fedprior.config import Experiment, override
 from fedprior.data.table import Federation, make
 from fedprior.engines.serial import Serial
 from fedprior.errors import UsageError
-from fedprior.federate import begin, federate
+from fedprior.federate import begin, choose, federate
 from fedprior.local import Worker
 from fedprior.method import Context, Method, Round, Server
 from fedprior.methods import (
@@ -344,6 +344,38 @@ def test_fedbn_keeps_batch_norm_at_home_and_averages_the_rest():
     first = go(FedBN(), rounds=1, cohort=6)[0].server.weights["params"]
     plain = go(FedAvg(), rounds=1, cohort=6)[0].server.weights["params"]
     assert gap(first, {k: plain[k] for k in first}) == 0
+
+
+def test_three_rounds_of_fedbn_equal_plain_modules_that_swap_state_dicts():
+    """A second implementation: one module a client, torch.optim, unequal sizes and steps, 4 of 6 clients a round."""
+    data, rounds = toy.federation(), 3
+    w = toy.worker(FedBN(), optimizer=SGD(lr=0.05, momentum=0.9))
+    engine = Serial(w, data)
+    loop = federate(begin(w.net, FedBN(), 0), FedBN(), engine, cohort=4, seed=0, traffic=Traffic())
+    own = {k: toy.net("bn").module.train() for k in range(6)}
+    server = {k: x.clone() for k, x in own[0].state_dict().items() if not k.startswith("body.1.")}
+    for r in range(rounds):
+        chosen, total = choose(range(6), 4, 0, r), {k: torch.zeros_like(x) for k, x in server.items()}
+        rows = sum(len(data.clients[k]) for k in chosen)
+        for k in chosen:
+            own[k].load_state_dict(own[k].state_dict() | server)
+            opt, shard = torch.optim.SGD(own[k].parameters(), lr=0.05, momentum=0.9), data.shard(k)
+            for which in w.plan(len(shard), r, k):
+                x = (shard["image"][which].float() / 255 - 0.5) / 0.5
+                opt.zero_grad()
+                F.cross_entropy(own[k](x)[1], shard["label"][which]).backward()
+                opt.step()
+            for name in server:
+                total[name] += own[k].state_dict()[name] * (len(shard) / rows)
+        server = total
+        got = next(loop).server.weights["params"]
+        assert got.keys() == server.keys()
+        for name, x in server.items():
+            torch.testing.assert_close(got[name], x, rtol=1e-4, atol=1e-5)
+    for k in engine.memory:
+        kept = engine.memory.get(k)["kept"]
+        for name, x in (kept["params"] | kept["buffers"]).items():
+            torch.testing.assert_close(x, own[k].state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
 def test_fedbn_says_so_when_there_is_no_batch_norm():
