@@ -512,3 +512,66 @@ def test_what_a_plan_says_is_what_the_memory_comes_to(method, options):
     assert told == pytest.approx(held / 1e6)
     if isinstance(method, Scaffold):  # control variates exist for what is trained alone
         assert held == 4 * tree.num_bytes(engine.worker.net.init()["params"])
+
+
+def test_where_all_data_lie_in_one_place_nobody_drops_out_or_straggles(tmp_path):
+    words = ["method=centralised", "rounds=3", "steps=2", "clients=6", "cohort=3"]
+    plain = run(override(Experiment(), [*words, "name=a"]), tmp_path)
+    shaky = run(override(Experiment(), [*words, "name=b", "drop_rate=0.9", "straggler_rate=0.9"]), tmp_path)
+    assert plain.result["weights"] == shaky.result["weights"]
+
+
+@pytest.mark.parametrize(
+    ("words", "images"),
+    [
+        (["method=gptfl", "method.images_per_class=7"], 70),
+        (["method=ccvr", "method.images_per_class=3", "balance=max", "balance.pool_size=5"], 50),
+        (["method=ccvr", "method.images_per_class=9", "balance=max", "balance.pool_size=5"], 90),
+        (["method=ccvr", "method.images_per_class=9", "balance=max", "balance.pool=per_client"], None),
+        (["method=centralised"], 0),
+    ],
+)
+def test_a_plan_counts_the_servers_images_once(words, images):
+    result = plan(override(Experiment(), words), calibrate=False)
+    if images is None:  # no pool is shared, so all are made
+        images = result["rows"] + 90
+    assert result["images"] == images
+    assert result["server_images"] == (10 * override(Experiment(), words).method.images)
+
+
+def test_a_plan_times_centralised_training():
+    assert plan(override(Experiment(), ["method=centralised", "rounds=2"]))["training_seconds"] >= 0
+
+
+def test_generate_makes_the_servers_images_and_a_run_finds_them(capsys, tmp_path):
+    from fedprior.cli import app
+
+    words = ["method=ccvr", "method.images_per_class=2", "rounds=1", "steps=1", "clients=6", "cohort=3"]
+    with pytest.raises(SystemExit) as ended:
+        app(["generate", *words, "--json"])
+    assert ended.value.code in (0, None)
+    assert "The server's 20 images are there" in capsys.readouterr().out
+    made = []
+    import fedprior.priors.diffusion as diffusion
+
+    generate = diffusion.DiffusionPrior.generate
+    diffusion.DiffusionPrior.generate = lambda self, prompts, *a, **k: (
+        made.append(len(prompts)) or generate(self, prompts, *a, **k)
+    )
+    try:
+        run(override(Experiment(), words), tmp_path)
+    finally:
+        diffusion.DiffusionPrior.generate = generate
+    assert made == []
+
+
+def test_local_statistics_of_a_net_without_batch_norm_are_announced(tmp_path):
+    class Said(Silent):
+        text = ""
+
+        def say(self, text: str) -> None:
+            self.text += text
+
+    said = Said()
+    run(override(Experiment(), ["bn_stats=local", "rounds=1", "steps=1", "clients=6", "cohort=3"]), tmp_path, said)
+    assert "bn_stats=local changes nothing" in said.text

@@ -4,17 +4,29 @@ from itertools import islice
 import pytest
 import torch
 import toy
-from test_memory import memory_of, same
+from test_memory import memory_of, put, same
 
 from fedprior import store
 from fedprior.checkpoint import Checkpoints, State, read
 from fedprior.engines.serial import Serial
+from fedprior.errors import UserError
 from fedprior.federate import begin, federate
 from fedprior.memory import ClientMemory
 from fedprior.method import Server
 from fedprior.methods import METHODS, Scaffold
 from fedprior.optim import SGD, Adam
 from fedprior.traffic import Traffic
+
+
+def covering(there: dict[str, int]):
+    """As a record with line files of these lengths would judge."""
+
+    def cover(lengths: dict[str, int], done: int) -> None:
+        if any(there.get(name, 0) < length for name, length in lengths.items()):
+            raise ValueError("too short")
+
+    return cover
+
 
 LENGTHS = {"metrics": 100, "timings": 50}
 
@@ -49,7 +61,7 @@ def three_rounds(folder, rounds=3) -> tuple[ClientMemory, dict[int, State]]:
     """Rounds 1, 2, ... saved; client 0 is heard in each, client `done` once."""
     checkpoints, memory, states = Checkpoints(folder), ClientMemory(folder / "clients", 0), {}
     for done in range(1, rounds + 1):
-        memory.put(done - 1, {0: memory_of(done), done: memory_of(100 + done)})
+        put(memory, done - 1, {0: memory_of(done), done: memory_of(100 + done)})
         states[done] = state_of(done, dict(memory.index))
         checkpoints.save(states[done], memory)
     return memory, states
@@ -58,12 +70,12 @@ def three_rounds(folder, rounds=3) -> tuple[ClientMemory, dict[int, State]]:
 def load(folder, lengths=LENGTHS) -> tuple[State | None, ClientMemory]:
     """As another process would."""
     memory = ClientMemory(folder / "clients", 0)
-    return Checkpoints(folder).load(memory, lengths), memory
+    return Checkpoints(folder).load(memory, covering(lengths)), memory
 
 
 def test_a_state_comes_back_to_the_bit_with_its_counters_and_the_order_of_its_names(tmp_path):
     memory = ClientMemory(tmp_path / "clients")
-    memory.put(1, {k: memory_of(k) for k in (11, 3)})
+    put(memory, 1, {k: memory_of(k) for k in (11, 3)})
     state = state_of(7, dict(memory.index))
     Checkpoints(tmp_path).save(state, memory)
     got, _ = load(tmp_path)
@@ -107,12 +119,12 @@ def test_without_any_generation_there_is_no_state_and_no_memory(tmp_path):
     state, memory = load(tmp_path)
     assert state is None
     assert list(memory) == []
-    memory.put(0, {1: memory_of()})  # from a round whose checkpoint was never written
+    put(memory, 0, {1: memory_of()})  # from a round whose checkpoint was never written
     state, memory = load(tmp_path)
     assert state is None
     assert memory.get(1) == {}
-    memory.put(0, {1: memory_of()})
-    assert Checkpoints(tmp_path).load(memory, LENGTHS) is None
+    put(memory, 0, {1: memory_of()})
+    assert Checkpoints(tmp_path).load(memory, covering(LENGTHS)) is None
     assert memory.get(1) == {}  # nor one that is in memory
 
 
@@ -154,25 +166,58 @@ def test_a_torn_newest_generation_costs_one_round(tmp_path, damage):
     assert memory.index == {0: 1, 1: 0, 2: 1}
     assert same(memory.get(0), memory_of(2))  # not what it remembered after round 3
     assert memory.get(3) == {}
-    assert not (tmp_path / "round-3.safetensors").exists()
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_with_both_generations_torn_a_run_begins_again(tmp_path, damage):
+def test_with_both_generations_torn_a_run_says_so_and_removes_nothing(tmp_path, damage):
     three_rounds(tmp_path)
     for done in (2, 3):
         DAMAGES[damage](tmp_path / f"round-{done}.safetensors")
+    if damage == "missing":
+        assert load(tmp_path)[0] is None
+        return
+    before = names(tmp_path)
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole .*choose another name="):
+        load(tmp_path)
+    assert names(tmp_path) == before
+
+
+def test_a_first_checkpoint_that_is_torn_costs_its_one_round(tmp_path):
+    three_rounds(tmp_path, rounds=1)
+    cut(0.5)(tmp_path / "round-1.safetensors")
     got, memory = load(tmp_path)
     assert got is None
     assert list(memory) == []
-    assert list(tmp_path.glob("round-*")) == []
+
+
+def test_a_disk_that_cannot_be_read_costs_nothing(tmp_path, monkeypatch):
+    _, states = three_rounds(tmp_path)
+    before = names(tmp_path)
+
+    def unreadable(path):
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(store, "read_tree", unreadable)
+        with pytest.raises(UserError, match="Input/output error"):
+            load(tmp_path)
+    assert names(tmp_path) == before
+    assert equal(load(tmp_path)[0], states[3])
+
+
+@pytest.mark.parametrize("about", [{}, {"done": 3}, {"done": 3, "index": [], "up": {}, "down": {}, "lengths": {}}])
+def test_a_whole_file_of_another_kind_is_passed_over(tmp_path, about):
+    _, states = three_rounds(tmp_path)
+    store.write_tree(tmp_path / "round-3.safetensors", states[3].server._asdict(), about)
+    assert equal(load(tmp_path)[0], states[2])
+    store.write_tree(tmp_path / "round-3.safetensors", {"images": {"x": torch.ones(1)}}, about)
+    assert equal(load(tmp_path)[0], states[2])
 
 
 def test_a_torn_older_generation_costs_nothing(tmp_path):
     _, states = three_rounds(tmp_path)
     cut(0.5)(tmp_path / "round-2.safetensors")
     assert equal(load(tmp_path)[0], states[3])
-    assert not (tmp_path / "round-2.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", LENGTHS)
@@ -187,9 +232,10 @@ def test_a_generation_that_counts_on_more_bytes_than_the_line_files_hold_is_pass
 @pytest.mark.parametrize("lengths", [{}, {"metrics": 0, "timings": 0}, {"metrics": 10**6}])
 def test_generations_beside_line_files_that_are_gone_are_worth_nothing(tmp_path, lengths):
     three_rounds(tmp_path)
-    got, memory = load(tmp_path, lengths)
-    assert got is None
-    assert list(memory) == []
+    before = names(tmp_path)
+    with pytest.raises(UserError, match="too short"):
+        load(tmp_path, lengths)
+    assert names(tmp_path) == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut in half", "last byte flipped", "empty"])
@@ -202,24 +248,25 @@ def test_a_generation_whose_clients_memories_are_not_all_whole_is_passed_over(tm
     assert same(memory.get(0), memory_of(2))
 
 
-def test_with_a_memory_gone_that_both_generations_need_a_run_begins_again(tmp_path):
+def test_with_a_memory_gone_that_both_generations_need_a_run_says_which(tmp_path):
     three_rounds(tmp_path)
     (tmp_path / "clients" / "1-0.safetensors").unlink()
-    got, memory = load(tmp_path)
-    assert got is None
-    assert list(memory) == []
+    before = names(tmp_path)
+    with pytest.raises(UserError, match=r"1-0\.safetensors"):
+        load(tmp_path)
+    assert names(tmp_path) == before
 
 
 def test_what_a_killed_round_left_is_not_used_and_goes_at_the_next_save(tmp_path):
     """Killed after the clients' memories of round 4 were written and before its checkpoint was."""
     memory, states = three_rounds(tmp_path)
-    memory.put(3, {0: memory_of(4), 9: memory_of(109)})
+    put(memory, 3, {0: memory_of(4), 9: memory_of(109)})
     checkpoints, resumed = Checkpoints(tmp_path), ClientMemory(tmp_path / "clients", 0)
-    got = checkpoints.load(resumed, LENGTHS)
+    got = checkpoints.load(resumed, covering(LENGTHS))
     assert equal(got, states[3])
     assert same(resumed.get(0), memory_of(3))
     assert resumed.get(9) == {}
-    resumed.put(3, {0: memory_of(44)})  # the round again, this time without client 9
+    put(resumed, 3, {0: memory_of(44)})  # the round again, this time without client 9
     checkpoints.save(state_of(4, dict(resumed.index)), resumed)
     assert names(tmp_path) == [
         *(f"clients/{name}.safetensors" for name in ("0-2", "0-3", "1-0", "2-1", "3-2")),
@@ -233,8 +280,8 @@ def test_after_falling_back_the_next_save_keeps_what_was_fallen_back_on(tmp_path
     _, states = three_rounds(tmp_path)
     cut(0.5)(tmp_path / "round-3.safetensors")
     checkpoints, memory = Checkpoints(tmp_path), ClientMemory(tmp_path / "clients", 0)
-    assert equal(checkpoints.load(memory, LENGTHS), states[2])
-    memory.put(2, {0: memory_of(33)})
+    assert equal(checkpoints.load(memory, covering(LENGTHS)), states[2])
+    put(memory, 2, {0: memory_of(33)})
     again = state_of(3, dict(memory.index))
     checkpoints.save(again, memory)
     assert equal(load(tmp_path)[0], again)
@@ -248,7 +295,7 @@ def test_a_save_that_dies_midway_leaves_both_generations(tmp_path, monkeypatch):
     memory, states = three_rounds(tmp_path)
     before = names(tmp_path)
     checkpoints, memory = Checkpoints(tmp_path), ClientMemory(tmp_path / "clients", 0)
-    checkpoints.load(memory, LENGTHS)
+    checkpoints.load(memory, covering(LENGTHS))
 
     def full(*args, **options):
         raise OSError("no space left")
@@ -275,7 +322,7 @@ def run(method, folder, rounds, stop_after=None, **options):
         w = toy.worker(method, **options)
         checkpoints, memory = Checkpoints(folder), ClientMemory(folder / "clients", 0)
         engine = Serial(w, toy.federation(), memory)
-        state = checkpoints.load(memory, {})
+        state = checkpoints.load(memory, covering({}))
         if state is None:
             state = State(0, begin(w.net, method, 0, w.bn_stats), {}, Traffic(), {}, 0.0)
         traffic, first = state.traffic, state.done

@@ -36,6 +36,13 @@ def memory_of(seed: int = 0) -> dict:
     }
 
 
+def put(memory: ClientMemory, round: int, memories: dict) -> None:
+    """What these clients remember after a round, all of whose uploads counted."""
+    for client, value in memories.items():
+        memory.stage(round, client, value)
+    memory.commit(round, memories)
+
+
 def same(a: dict, b: dict) -> bool:
     """Equal to the bit, with names in the same order at every level."""
     if list(a) != list(b):
@@ -64,7 +71,7 @@ def test_the_comparison_used_here_sees_order_type_and_bits():
 
 def test_what_is_read_back_from_disk_equals_what_was_written_to_the_bit(tmp_path):
     memory = ClientMemory(tmp_path, limit_MB=0)
-    memory.put(4, {7: memory_of(0), 2: memory_of(1)})
+    put(memory, 4, {7: memory_of(0), 2: memory_of(1)})
     assert not memory.held
     for client, seed in ((7, 0), (2, 1)):
         for _ in range(2):
@@ -77,7 +84,7 @@ def test_what_is_read_back_from_disk_equals_what_was_written_to_the_bit(tmp_path
 def test_kernels_that_were_not_channels_last_come_back_so_with_the_same_values(tmp_path, limit):
     kernel = torch.randn(4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
     memory = ClientMemory(tmp_path, limit)
-    memory.put(0, {0: {"method": {"k": kernel}}})
+    put(memory, 0, {0: {"method": {"k": kernel}}})
     memory.restore({0: 0})
     got = memory.get(0)["method"]["k"]
     assert torch.equal(got, kernel)
@@ -86,7 +93,7 @@ def test_kernels_that_were_not_channels_last_come_back_so_with_the_same_values(t
 
 def test_without_a_folder_everything_stays_in_memory_whatever_the_limit():
     memory = ClientMemory(limit_MB=0)
-    memory.put(0, {k: memory_of(k) for k in range(5)})
+    put(memory, 0, {k: memory_of(k) for k in range(5)})
     assert all(same(memory.get(k), memory_of(k)) for k in range(5))
     assert len(memory.held) == 5
 
@@ -95,15 +102,15 @@ def test_a_client_that_was_never_heard_remembers_nothing(tmp_path):
     for memory in (ClientMemory(), ClientMemory(tmp_path, 0)):
         assert memory.get(3) == {}
         assert 3 not in memory
-        memory.put(0, {5: memory_of(), 1: memory_of()})
+        put(memory, 0, {5: memory_of(), 1: memory_of()})
         assert 5 in memory
         assert list(memory) == [1, 5]
 
 
 def test_a_new_memory_replaces_the_old_one_and_the_old_file_stays_for_the_checkpoint_before(tmp_path):
     memory = ClientMemory(tmp_path, 0)
-    memory.put(0, {1: memory_of(0)})
-    memory.put(3, {1: memory_of(1)})
+    put(memory, 0, {1: memory_of(0)})
+    put(memory, 3, {1: memory_of(1)})
     assert memory.index == {1: 3}
     assert same(memory.get(1), memory_of(1))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["1-0.safetensors", "1-3.safetensors"]
@@ -121,7 +128,7 @@ def test_held_bytes_are_never_above_the_limit_and_are_counted_rightly(tmp_path):
         if client in written and r % 3:
             assert same(memory.get(client), memory_of(written[client]))
         else:
-            memory.put(r, {client: memory_of(r)})
+            put(memory, r, {client: memory_of(r)})
             written[client] = r
         assert memory.bytes == sum(tree.num_bytes(held) for held in memory.held.values()) <= limit * MB
         assert len(memory.held) <= 2
@@ -132,7 +139,7 @@ def test_held_bytes_are_never_above_the_limit_and_are_counted_rightly(tmp_path):
 def test_a_memory_larger_than_the_limit_is_read_from_disk_each_time(tmp_path):
     small = {"method": {"x": torch.ones(2)}}
     memory = ClientMemory(tmp_path, 100 / MB)
-    memory.put(0, {0: small, 1: memory_of()})
+    put(memory, 0, {0: small, 1: memory_of()})
     assert memory.bytes <= 100
     assert same(memory.get(1), memory_of())
     assert memory.bytes <= 100
@@ -141,26 +148,26 @@ def test_a_memory_larger_than_the_limit_is_read_from_disk_each_time(tmp_path):
 
 def test_whoever_was_used_longest_ago_leaves_first(tmp_path):
     memory = ClientMemory(tmp_path, 3 * tree.num_bytes(memory_of()) / MB)
-    memory.put(0, {k: memory_of(k) for k in (0, 1, 2)})
+    put(memory, 0, {k: memory_of(k) for k in (0, 1, 2)})
     memory.get(0)
-    memory.put(1, {3: memory_of(3)})
+    put(memory, 1, {3: memory_of(3)})
     assert [client for client, _ in memory.held] == [2, 0, 3]
-    memory.put(2, {2: memory_of(9)})
+    put(memory, 2, {2: memory_of(9)})
     memory.get(1)  # from disk
     assert [client for client, _ in memory.held] == [3, 2, 1]
 
 
 def test_restore_forgets_what_is_held_and_reads_the_round_that_is_named(tmp_path):
     memory = ClientMemory(tmp_path, float("inf"))
-    memory.put(0, {k: memory_of(k) for k in range(3)})
-    memory.put(1, {k: memory_of(10 + k) for k in range(3)})
+    put(memory, 0, {k: memory_of(k) for k in range(3)})
+    put(memory, 1, {k: memory_of(10 + k) for k in range(3)})
     index = {0: 1, 2: 0}
     memory.restore(index)
     assert (memory.bytes, len(memory.held), list(memory)) == (0, 0, [0, 2])
     assert same(memory.get(0), memory_of(10))
     assert same(memory.get(2), memory_of(2))
     assert memory.get(1) == {}
-    memory.put(2, {0: memory_of(20)})
+    put(memory, 2, {0: memory_of(20)})
     assert index == {0: 1, 2: 0}  # the checkpoint's own copy
 
 
@@ -168,7 +175,7 @@ def test_restore_forgets_what_is_held_and_reads_the_round_that_is_named(tmp_path
 def test_prune_keeps_exactly_the_files_that_the_indices_name(tmp_path, limit):
     memory = ClientMemory(tmp_path / "clients", limit)
     for r in range(4):
-        memory.put(r, {k: memory_of(r) for k in (1, 11, 2)})
+        put(memory, r, {k: memory_of(r) for k in (1, 11, 2)})
     (tmp_path / "beside.safetensors").write_bytes(b"")
     memory.prune({1: 3, 11: 2}, {1: 2, 2: 0, 11: 2})
     left = {p.name for p in (tmp_path / "clients").iterdir()}
@@ -208,7 +215,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_an_error_that_names_the_client_and_is_refused_when_a_run_resumes(tmp_path, damage):
     memory = ClientMemory(tmp_path, 0)
-    memory.put(0, {k: memory_of(k) for k in (3, 42)})
+    put(memory, 0, {k: memory_of(k) for k in (3, 42)})
     DAMAGES[damage](tmp_path / "42-0.safetensors")
     with pytest.raises(UserError, match=r"client 42 .*run again to resume"):
         memory.get(42)
@@ -268,7 +275,7 @@ def test_a_queue_of_previous_models_survives_the_disk(tmp_path):
 @pytest.mark.parametrize("limit", [0.0, 1.0, float("inf")])
 def test_a_staged_memory_counts_only_when_it_is_committed(tmp_path, limit):
     memory = ClientMemory(tmp_path, limit_MB=limit)
-    memory.put(0, {1: memory_of(1), 2: memory_of(2)})
+    put(memory, 0, {1: memory_of(1), 2: memory_of(2)})
     for client in (1, 2, 3):
         memory.stage(1, client, memory_of(10 + client))
     assert same(memory.get(1), memory_of(1))  # nothing counts yet

@@ -1,6 +1,7 @@
 """Every method x every property: one list, no special cases beyond what a method is."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from fedprior.methods import (
     CCVR,
     GPTFL,
     METHODS,
+    FedAdam,
     FedAvg,
     FedAvgM,
     FedBN,
@@ -217,11 +219,17 @@ def test_adaptive_servers_leave_batch_norm_statistics_to_the_mean(name):
 def test_a_named_server_method_is_fedavg_with_that_server():
     words = [["method=fedadam"], ["method=fedavg", "server=adam"]]
     a, b = (override(Experiment(), w) for w in words)
-    assert a.server == b.server == a.method.server == Adam()
+    assert a.method.server == b.method.server == b.server == Adam()
+    assert a.server is None  # nothing but the method's own
     assert gap(go(a.method)[0].server.weights, go(b.method)[0].server.weights) == 0
     assert override(Experiment(), ["method=fedadam", "server.lr=0.03"]).method.server == Adam(lr=0.03)
-    assert override(a, ["method=fedavg"]).server == SGD(lr=1.0)  # a method brings its own
+    assert override(a, ["method=fedavg"]).method.server == SGD(lr=1.0)  # a method brings its own
+    assert override(b, ["method=fedavg"]).method.server == SGD(lr=1.0)
     assert override(a, ["method=moon", "server=yogi"]).method == Moon(server=Yogi())
+    for method in (FedAvgM(), FedAdam(), FedAvg()):  # from Python too
+        assert replace(Experiment(), method=method).method == method
+    assert replace(b, method=Moon()).method.server == Adam()  # which was asked for by name
+    assert replace(Experiment(), method=FedAvgM(server=SGD(momentum=0.5))).method.server == SGD(momentum=0.5)
     assert METHODS["fedadagrad"]().server == Adagrad()
 
 
@@ -246,6 +254,10 @@ def test_a_named_server_method_is_fedavg_with_that_server():
         (["schedule=cosine", "schedule.warmup=100"], "schedule.warmup must be"),
         (["memory_MB=-1"], "memory_MB must be"),
         (["name=a/../x"], "no plain directory name"),
+        (["name=" + "ä" * 101], "name= has 202 bytes"),
+        (["method=scaffold", "aggregate=median"], "method=scaffold needs aggregate=mean"),
+        (["method=feddyn", "clip_update_norm=1"], "method=feddyn cannot have clip_update_norm"),
+        (["method=ccvr", "bn_stats=local"], "has no use for images"),
         (["server=adagrad", "server.beta2=0.9"], "no beta2"),
         (["local.dampening=0.5"], "no meaning without momentum"),
     ],

@@ -193,7 +193,7 @@ def test_a_run_that_died_before_its_first_line_begins_anew_and_leaves_no_scraps(
 def test_a_directory_of_something_else_is_left_alone(tmp_path):
     (tmp_path / "it").mkdir()
     (tmp_path / "it" / "thesis.tex").write_text("years")
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match=r"has no config\.toml"):
         run(override(Experiment(), words_of("fedavg")), tmp_path, Silent())
     assert [p.name for p in (tmp_path / "it").iterdir()] == ["thesis.tex"]
 
@@ -253,3 +253,139 @@ def test_dropout_partial_work_and_persistent_optimisers_survive_a_resume_with_bf
     run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
     assert run(override(Experiment(), words), tmp_path, Silent()).result["weights"] == whole.result["weights"]
     assert torch.get_num_threads() == 1
+
+
+def test_settings_that_come_between_looking_and_locking_are_refused(tmp_path, monkeypatch):
+    """Another process finished a run of that name while this one was on its way to the lock."""
+    from fedprior import run as module
+
+    words = words_of("fedprox")
+    enter = Record.__enter__
+
+    def late(self):
+        monkeypatch.undo()
+        monkeypatch.setitem(nets.NETS, "tiny", Tiny)
+        run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+        return enter(self)
+
+    monkeypatch.setattr(module.Record, "__enter__", late)
+    with pytest.raises(UserError, match="seed: 0 there, 5 here"):
+        run(override(Experiment(), [*words, "rounds=2", "seed=5"]), tmp_path, Silent())
+    assert json.loads((tmp_path / "it" / "manifest.json").read_text())["status"] == "done"
+
+
+def test_unnamed_runs_at_once_get_directories_of_their_own(tmp_path):
+    experiment = override(Experiment(), [*WORDS, "name=", "rounds=2"])
+    with Record(tmp_path / "x", experiment, numbered=True) as a, Record(tmp_path / "x", experiment, numbered=True) as b:
+        assert (a.folder.name, b.folder.name) == ("x", "x-2")
+    assert list(tmp_path.iterdir()) == []  # neither began
+
+
+@pytest.mark.parametrize("gone", ["config.toml", "timings.jsonl", "checkpoints", "clients"])
+def test_a_directory_that_lost_a_part_is_refused_and_nothing_of_it_is_removed(tmp_path, gone):
+    import shutil
+
+    words = words_of("scaffold")
+    run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
+    folder = tmp_path / "it"
+    if gone == "clients":
+        for path in (folder / "checkpoints" / "clients").iterdir():
+            path.write_bytes(path.read_bytes()[:100])
+    elif gone == "checkpoints":
+        shutil.rmtree(folder / gone)
+    else:
+        (folder / gone).unlink()
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"}
+    with pytest.raises(UserError, match=r"choose another name=") as caught:
+        run(override(Experiment(), [*words, "rounds=5"]), tmp_path, Silent())
+    assert "\n" not in str(caught.value)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file() and p.name != "lock"} == before
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[1]", b"{", b""])
+def test_a_damaged_manifest_or_result_is_no_traceback_and_harms_no_neighbour(tmp_path, content):
+    words = words_of("fedavg")
+    whole = run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+    (tmp_path / "it" / "result.json").write_bytes(content)
+    with pytest.raises(UserError, match=r"result\.json cannot be read"):
+        run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+    (tmp_path / "it" / "manifest.json").write_bytes(content)
+    run(override(Experiment(), [*words, "rounds=1", "name="]), tmp_path, Silent())  # looks at its neighbours
+    assert run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent()).result == {
+        **whole.result,
+        "seconds": pytest.approx(whole.result["seconds"], abs=60),
+        "preparation_seconds": pytest.approx(0, abs=60),
+    }
+
+
+def test_a_target_given_later_is_looked_up_in_the_rounds_that_are_there(tmp_path):
+    words = [*words_of("fedavg"), "evaluate_every=1"]
+    first = run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
+    assert first.result["to_target"] is None
+    later = run(override(Experiment(), [*words, "rounds=3", "target=0.01"]), tmp_path, Silent())
+    assert later.result["to_target"]["rounds"] == 1
+    assert later.curve == first.curve
+    assert later.result["weights"] == first.result["weights"]
+
+
+def test_a_missing_partition_is_written_again_so_that_other_data_are_noticed(tmp_path):
+    words = words_of("fedavg")
+    run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+    before = (tmp_path / "it" / "partition.json").read_bytes()
+    (tmp_path / "it" / "partition.json").unlink()
+    run(override(Experiment(), [*words, "rounds=3"]), tmp_path, Silent())
+    assert (tmp_path / "it" / "partition.json").read_bytes() == before
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(tmp_path, monkeypatch):
+    from safetensors import SafetensorError
+
+    words = words_of("scaffold")
+    whole = run(override(Experiment(), words), tmp_path / "whole", Silent())
+    import safetensors.torch as files
+
+    save, calls = files.save_file, []
+
+    def full(*args, **options):
+        calls.append(1)
+        if len(calls) > 6:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        save(*args, **options)
+
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "save_file", full)
+        with pytest.raises(UserError, match=r"the disk of .* is full; free some space") as caught:
+            run(override(Experiment(), words), tmp_path, Silent())
+    assert "\n" not in str(caught.value)
+    assert json.loads((tmp_path / "it" / "manifest.json").read_text())["status"] == "failed"
+    again = run(override(Experiment(), words), tmp_path, Silent())
+    assert again.result["weights"] == whole.result["weights"]
+    assert again.curve == whole.curve
+
+
+def test_a_place_that_cannot_be_written_is_one_line_before_anything_is_made(monkeypatch):
+    from fedprior import assemble
+
+    monkeypatch.setattr(assemble, "split", lambda e: pytest.fail("too late"))
+    for name in ("name=", "name=it"):
+        with pytest.raises(UserError, match="cannot write to"):
+            run(override(Experiment(), [*WORDS, name]), Path("/proc/nowhere"), Silent())
+
+
+def test_the_time_left_counts_the_rounds_of_this_process_only(capsys):
+    import sys as system
+
+    from fedprior.progress import Lines
+
+    now = [0.0]
+    import fedprior.progress as progress
+
+    clock = progress.time.monotonic
+    progress.time.monotonic = lambda: now[0]
+    try:
+        with Lines(system.stderr, interval=0.0).task("rounds", 1000, 500) as update:
+            now[0] = 10.0
+            update(510, "")
+    finally:
+        progress.time.monotonic = clock
+    assert "rounds: 510/1000, 8 min 10 s left" in capsys.readouterr().err

@@ -304,12 +304,22 @@ def test_max_update_norm_looks_at_the_update_and_not_at_buffers():
     big = changed(lambda t: t | {"buffers": {k: x + 10**6 for k, x in t["buffers"].items()}})
     (result,), _, _ = play(FedAvg(), engine=big, rules={"max_update_norm": 100.0})
     assert result.refused == []
-    norms = {k: tree.norm(u.tree["method"]) for k, u in enumerate(uploads(FedAvg(), range(6)))}
+    norms = {k: tree.norm(u.tree["method"]["delta"]) for k, u in enumerate(uploads(FedAvg(), range(6)))}
     limit = sorted(norms.values())[3]
     (result,), _, _ = play(FedAvg(), rules={"max_update_norm": limit})
     assert result.accepted == [k for k, n in norms.items() if n <= limit]  # the limit itself is allowed
     assert len(result.accepted) == 4
-    assert all("its norm" in r.reason for r in result.refused)
+    assert all("the norm of its update" in r.reason for r in result.refused)
+
+
+def test_max_update_norm_does_not_count_what_a_method_sends_beside_its_update():
+    """FedNH's prototypes are multiplied by row counts, SCAFFOLD's control variates divided by rates."""
+    for method in (FedNH(), Scaffold()):
+        sent = uploads(method, range(6))
+        limit = max(tree.norm(u.tree["method"]["delta"]) for u in sent) * 1.001
+        assert max(tree.norm(u.tree["method"]) for u in sent) > limit
+        (result,), _, _ = play(method, rules={"max_update_norm": limit})
+        assert result.refused == []
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import tree
 from .errors import UsageError
 from .tree import Tree
+from .uploads import update_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +76,7 @@ def _coordinates(uploads: Iterable[tuple[Tree, float]], rule: Callable[[Tensor],
 
 def clip(upload: Tree, most: float) -> Tree:
     """The upload with its model update (`method/delta`) scaled down to a Euclidean norm of at most `most`."""
-    method = upload["method"]
-    norm = tree.norm(method.get("delta", {}))
+    norm, method = update_norm(upload), upload["method"]
     if norm <= most:
         return upload
     return upload | {"method": method | {"delta": tree.scale(method["delta"], most / norm)}}

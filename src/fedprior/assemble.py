@@ -164,7 +164,7 @@ def build_engine(
         weight_by=experiment.weight_by,
         persist_optimizer=experiment.persist_optimizer,
         clip_gradient=experiment.clip_gradient,
-        straggler_rate=experiment.straggler_rate,
+        straggler_rate=0.0 if method.pooled else experiment.straggler_rate,
         seed=experiment.seed,
     )
     engine = Serial(worker, federation, memory)

@@ -6,10 +6,12 @@ line files were; what lies behind that is cut off and the round is done again. T
 torn file costs one round. Best-so-far needs no place of its own: it is read from the lines.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import store
+from .errors import UserError
 from .memory import ClientMemory, Index
 from .method import Server
 from .net import layout
@@ -49,33 +51,38 @@ class Checkpoints:
         }
         store.write_tree(path, state.server._asdict(), about)
         self.kept[path] = dict(state.memories)
-        for old in list(self.kept)[:-GENERATIONS]:
-            old.unlink(missing_ok=True)
-            del self.kept[old]
+        self.kept = dict(list(self.kept.items())[-GENERATIONS:])
+        for other in self.folder.glob("round-*.safetensors"):  # older ones, and what was passed over on loading
+            if other not in self.kept:
+                other.unlink(missing_ok=True)
         memory.prune(*self.kept.values())
 
-    def load(self, memory: ClientMemory, lengths: dict[str, int]) -> State | None:
-        """The newest generation that is whole, with `memory` restored to it; None where there is none.
+    def load(self, memory: ClientMemory, cover: Callable[[dict[str, int], int], None]) -> State | None:
+        """The newest generation that is whole, with `memory` restored to it; None where there are no files at all.
 
-        `lengths` are the bytes that the line files have now: a generation that counts on more is not whole.
+        `cover(lengths, done)` raises ValueError or OSError when the line files lack what a generation counts on.
+        Nothing is removed or written. Raises UserError when there are generations and none is whole.
         """
         found = sorted(self.folder.glob("round-*.safetensors"), key=_number)
         newest: State | None = None
-        self.kept = {}
+        self.kept, reasons = {}, []
         for path in reversed(found):  # the newest whole one, and one before it to fall back on
             try:
                 state = read(path)
-                if len(self.kept) == GENERATIONS:
-                    raise ValueError("no longer needed")
-                if any(lengths.get(name, 0) < length for name, length in state.lengths.items()):
-                    raise ValueError(f"{path} is ahead of the files beside it")
+                cover(state.lengths, state.done)
                 if newest is None:
                     memory.restore(state.memories)
-            except (OSError, ValueError, KeyError, TypeError):
-                path.unlink(missing_ok=True)
+            except (OSError, ValueError) as error:
+                reasons.append(str(error))
                 continue
             newest = newest or state
             self.kept = {path: state.memories} | self.kept
+            if len(self.kept) == GENERATIONS:
+                break
+        if newest is None and (len(found) > 1 or (found and _number(found[0]) > 1)):
+            raise UserError(
+                f"no checkpoint in {self.folder} is whole ({reasons[0]}); choose another name= to begin anew"
+            )
         if newest is None:
             memory.restore({})
         return newest
@@ -84,7 +91,16 @@ class Checkpoints:
 def read(path: Path) -> State:
     """One generation. Raises ValueError or OSError when it is damaged or missing."""
     parts, about = store.read_tree(path)
-    server = Server(layout(parts["weights"]), layout(parts["opt"]), layout(parts["state"]))
+    if parts.keys() != set(Server._fields):
+        raise ValueError(f"{path} holds no server")
+    server = Server(**{name: layout(part) for name, part in parts.items()})
+    try:
+        return _state(server, about)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no checkpoint of this version: {error!r}") from None
+
+
+def _state(server: Server, about: dict[str, Any]) -> State:
     index = {int(client): round for client, round in about["index"].items()}
     traffic = Traffic()
     traffic.up.update(about["up"])

@@ -116,10 +116,11 @@ def demo(
 def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Train one experiment and write its run directory; or go on with a run directory that was stopped."""
     from .progress import clock, for_terminal
+    from .recipes import RECIPES
     from .run import run as run_experiment
 
     experiment = experiment_of(words)
-    if words and "=" not in words[0] and Path(words[0]).is_dir() and not experiment.name:
+    if words and "=" not in words[0] and words[0] not in RECIPES and Path(words[0]).is_dir() and not experiment.name:
         here = Path(words[0]).resolve()  # it may be "." or a link
         experiment, runs = replace(experiment, name=here.name), Path(os.path.relpath(here.parent))
     result = run_experiment(experiment, runs, for_terminal()).result
@@ -156,7 +157,8 @@ def plan(
         ["client", "real", "synthetic"],
         [[str(c["client"]), str(c["real"]), str(c["synthetic"])] for c in shown],
     )
-    print(f"{result['images']} distinct images would be generated, about {result['disk_MB']:.1f} MB on disk.")
+    own = f", {result['server_images']} of them for the server" if result["server_images"] else ""
+    print(f"{result['images']} distinct images would be generated{own}, about {result['disk_MB']:.1f} MB on disk.")
     print(f"{result['MB']:.3f} MB would travel, both directions and all rounds together.")
     if result["state_MB"]:
         print(f"Clients would remember {result['state_MB']:.1f} MB between rounds, and the disk hold up to twice that.")
@@ -177,11 +179,18 @@ def generate(words: Words = None, as_json: Json = False) -> None:
     from .progress import for_terminal
 
     experiment = experiment_of(words)
-    if experiment.balance is None:
+    if experiment.balance is None and not experiment.method.images:
         raise UsageError("nothing to generate with balance=none; add e.g. balance=max")
     progress = for_terminal()
     federation, _ = assemble.split(experiment)
-    _, report = assemble.balance(experiment, federation, assemble.set_up(experiment), progress)
+    device = assemble.set_up(experiment)
+    images = assemble.images_for_server(experiment, federation, device, progress)
+    if images is not None:
+        print(f"The server's {len(images['label'])} images are there.")
+    if experiment.balance is None:
+        emit({"server_images": experiment.method.images * len(federation.classes)}, as_json)
+        return
+    _, report = assemble.balance(experiment, federation, device, progress)
     print(f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out.")
     print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
     result = {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}

@@ -20,6 +20,8 @@ from .schedule import SCHEDULES, Constant, Schedule
 
 MOST_THREADS = 1024  # far more than pay; without a bound a slip of the finger ends in a crash
 
+LONGEST_NAME = 200  # bytes; file systems allow 255, and files beside it add to the name
+
 Aggregate = Any  # one of the rules in aggregate.py
 Scheme = Any  # one of the partition dataclasses; they share nothing but their registry
 
@@ -57,7 +59,7 @@ class Experiment:
     partition: Scheme = field(default_factory=lambda: PARTITIONS["dirichlet"](alpha=0.05))
     net: str = "cnn"
     method: Method = field(default_factory=FedAvg)
-    server: Optimizer | None = None  # None: the method's own, after which it is never None
+    server: Optimizer | None = None  # None: the method's own; method.server is the one in force
     aggregate: Aggregate = field(default_factory=Mean)
     local: Optimizer = field(default_factory=lambda: SGD(lr=0.1))
     schedule: Schedule = field(default_factory=Constant)  # of the local rate
@@ -88,6 +90,8 @@ class Experiment:
     target: float | None = None  # accuracy in [0, 1] whose rounds and MB are reported
 
     def __post_init__(self) -> None:
+        if len(self.name.encode()) > LONGEST_NAME:
+            raise UsageError(f"name= has {len(self.name.encode())} bytes, more than a directory name may have")
         if self.name in (".", "..") or set(self.name) & set('/\\:*?"<>|\0'):
             raise UsageError(f"name={self.name} is no plain directory name; --runs says where it goes")
         for key in ("clients", "batch_size", "cohort", "min_cohort", "rounds", "evaluate_every", "threads"):
@@ -121,11 +125,23 @@ class Experiment:
             raise UsageError("balance needs a prior; name one with prior=, or say balance=none")
         if self.method.images and self.prior is None:
             raise UsageError(f"method={CHOICES['method'].name_of(self.method)} needs a prior; name one with prior=")
-        # method and experiment name one server optimiser between them
+        if self.method.images and self.bn_stats == "local":
+            raise UsageError("bn_stats=local leaves the server without a whole model, so it has no use for images")
+        # the optimiser in force stands in the method; here stands only what differs from the method's own
+        own = next(f.default for f in fields(self.method) if f.name == "server")
         server = self.method.server if self.server is None else self.server
-        object.__setattr__(self, "server", server)
+        object.__setattr__(self, "server", None if server == own else server)
         object.__setattr__(self, "method", replace(self.method, server=server))
         self.method.check(self.local)
+        if self.method.needs_mean and not isinstance(self.aggregate, Mean):
+            raise UsageError(
+                f"method={CHOICES['method'].name_of(self.method)} needs aggregate=mean: {self.method.needs_mean}"
+            )
+        if self.method.needs_whole_updates and self.clip_update_norm is not None:
+            raise UsageError(
+                f"method={CHOICES['method'].name_of(self.method)} cannot have clip_update_norm: clients count on their "
+                "updates as they sent them; clip_gradient or max_update_norm may serve"
+            )
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,7 @@ def keys(experiment: Experiment) -> list[str]:
     """Every key that can be set, as a person writes it: "rounds", "method.mu", ..."""
     out = []
     for f in fields(experiment):
-        value = getattr(experiment, f.name)
+        value = _shown(experiment, f.name)
         out.append(f.name)
         if f.name in CHOICES and value is not None:
             out += [f"{f.name}.{g.name}" for g in _settable(value)]
@@ -194,12 +210,14 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     for key, text in pairs:
         head, _, tail = key.partition(".")
         current = changes.get(head, getattr(experiment, head, None))
+        if head == "server" and current is None:
+            current = changes.get("method", experiment.method).server
         if not hasattr(experiment, head) or (tail and not _has(head, current, tail)):
             raise _unknown_key(replace(experiment, **_consistent(changes)), key, current)
         if head in CHOICES and (not tail or tail == "name"):
             changes[head] = None if head in OPTIONAL and text == "none" else CHOICES[head].make(text)
             if head == "method" and not given & {"server", "server.name"}:
-                changes["server"] = changes[head].server
+                changes["server"] = None
         elif head in CHOICES:
             assert current is not None
             changes[head] = replace(current, **{tail: parse(get_type_hints(type(current))[tail], text, key)})
@@ -214,6 +232,11 @@ def _consistent(changes: dict[str, Any]) -> dict[str, Any]:
         if changes.get(key) is not None and other not in changes:
             return changes | {other: None}
     return changes
+
+
+def _shown(experiment: Experiment, key: str) -> Any:
+    """The value in force, as a person sees and sets it."""
+    return experiment.method.server if key == "server" else getattr(experiment, key)
 
 
 def _settable(value: Any) -> list[Any]:
@@ -266,7 +289,7 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
     """Plain values as they stand in a TOML file; what is None is left out, a prior or balance of None is "none"."""
     out: dict[str, Any] = {}
     for f in fields(experiment):
-        value = getattr(experiment, f.name)
+        value = _shown(experiment, f.name)
         if f.name not in CHOICES:
             out |= {f.name: value} if value is not None else {}
         elif value is None:

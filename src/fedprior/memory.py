@@ -6,7 +6,7 @@ is; results do not depend on it, since a tree read back equals the one that was 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from . import store, tree
@@ -67,12 +67,6 @@ class ClientMemory:
         for client in self.staged:
             self._drop((client, round))
         self.staged = set()
-
-    def put(self, round: int, memories: Mapping[int, Tree]) -> None:
-        """What these clients remember after a round."""
-        for client, memory in memories.items():
-            self.stage(round, client, memory)
-        self.commit(round, memories)
 
     def restore(self, index: Index) -> None:
         """Go on from these files. Raises ValueError or OSError when one is missing or damaged."""

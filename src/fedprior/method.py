@@ -68,6 +68,12 @@ class Method:
     once: ClassVar[frozenset[str]] = frozenset()
     """Groups of the upload in which each client counts once, whatever its weight: {"control"}."""
 
+    needs_mean: ClassVar[str] = ""
+    """Why the method cannot do with another aggregation rule than the mean; "" where it can."""
+
+    needs_whole_updates: ClassVar[bool] = False
+    """Clients remember what they sent, so the server must not scale it down."""
+
     server: Optimizer = field(default=SGD(lr=1.0), metadata={"config": False})
     """Takes the mean client update as a descent direction; the experiment's `server` key sets it."""
 

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+import numpy as np
 import torch
 
 from . import assemble, tree
@@ -11,6 +12,7 @@ from .data.table import Federation
 from .engines.serial import Serial
 from .errors import UserError
 from .federate import begin
+from .prepare.balance import BalanceToMax
 from .prepare.balance import plan as plan_balance
 from .priors import prompts
 from .traffic import MB
@@ -38,6 +40,10 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
         synthetic = needed.allocation
         out |= {"images": int(needed.images), "rows": int(needed.rows)}
         out["per_class"] = dict(zip(federation.classes, synthetic.sum(0).tolist(), strict=True))
+    server_images = experiment.method.images * len(federation.classes)
+    shared = experiment.balance is not None and experiment.balance.pool == "shared"
+    pools = needed.pool_sizes if shared else 0  # the server takes the first images of shared pools
+    out["images"] += int(np.maximum(experiment.method.images - pools * np.ones(len(federation.classes), int), 0).sum())
     for k in range(len(real)):
         clients.append({"client": k, "real": int(real[k].sum()), "synthetic": int(synthetic[k].sum())})
     traffic = traffic_MB(experiment, engine, cohort)
@@ -45,6 +51,7 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     out |= {
         "clients": clients,
         "MB": traffic,
+        "server_images": server_images,
         "state_MB": state_MB(experiment, engine),
         "disk_MB": out["images"] * height * width * PNG_BYTES_PER_PIXEL / MB,
     }
@@ -83,9 +90,8 @@ def state_MB(experiment: Experiment, engine: Serial) -> float:
 
 def seconds_per_image(experiment: Experiment, federation: Federation, device: torch.device) -> float:
     assert experiment.prior is not None
-    assert experiment.balance is not None
     prior = assemble.load_prior(experiment.prior, device)
-    template = prompts.templates(experiment.balance.templates)[0]
+    template = prompts.templates((experiment.balance or BalanceToMax()).templates)[0]
     words = [prompts.prompt(name, template) for name in federation.classes]
     batch = [words[i % len(words)] for i in range(CALIBRATION)]
     size = tuple(federation.test["image"].shape[2:])
@@ -108,6 +114,6 @@ def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: 
     for _ in range(2):
         carry, _ = worker.step(carry, shard.batch(which), ctx)
     step = (time.perf_counter() - began) / 2
-    sizes = rows.sum(1) if not worker.method.pooled else rows.sum(keepdims=True)
+    sizes = rows.sum(1) if not worker.method.pooled else rows.sum().reshape(1)
     steps = sum(worker.num_steps(int(n)) for n in sizes if n) / max(1, int((sizes > 0).sum()))
     return step * steps * cohort * experiment.rounds

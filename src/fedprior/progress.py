@@ -15,8 +15,8 @@ class Progress(Protocol):
         ...
 
     @contextmanager
-    def task(self, name: str, total: int) -> Iterator[Update]:
-        """Something that takes `total` units."""
+    def task(self, name: str, total: int, done: int = 0) -> Iterator[Update]:
+        """Something that takes `total` units, `done` of which were there before."""
         ...
 
 
@@ -27,7 +27,7 @@ class Silent:
         pass
 
     @contextmanager
-    def task(self, name: str, total: int) -> Iterator[Update]:
+    def task(self, name: str, total: int, done: int = 0) -> Iterator[Update]:
         yield lambda done, note: None
 
 
@@ -41,15 +41,15 @@ class Lines:
         print(text, file=self.out, flush=True)
 
     @contextmanager
-    def task(self, name: str, total: int) -> Iterator[Update]:
-        began = last = time.monotonic()
+    def task(self, name: str, total: int, done: int = 0) -> Iterator[Update]:
+        began, last, before = time.monotonic(), time.monotonic(), done
 
         def update(done: int, note: str) -> None:
             nonlocal last
             now = time.monotonic()
             if now - last >= self.interval or done == total:
                 last = now
-                left = (now - began) / max(done, 1) * (total - done)
+                left = (now - began) / max(done - before, 1) * (total - done)
                 tail = f"{clock(left)} left" if done < total else f"in {clock(now - began)}"
                 self.say(", ".join(part for part in (f"{name}: {done}/{total}", note, tail) if part))
 
@@ -68,7 +68,7 @@ class Bars:
         self.console.print(text, markup=False, highlight=False)
 
     @contextmanager
-    def task(self, name: str, total: int) -> Iterator[Update]:
+    def task(self, name: str, total: int, done: int = 0) -> Iterator[Update]:
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -88,7 +88,7 @@ class Bars:
             TimeRemainingColumn(),
         )
         with Live(*columns, console=self.console) as live:
-            bar = live.add_task(name, total=total, note="")
+            bar = live.add_task(name, total=total, completed=done, note="")
             yield lambda done, note: live.update(bar, completed=done, note=note)
 
 

@@ -127,7 +127,7 @@ def with_method(recipe: Callable[[], Experiment], method: Method) -> Callable[[]
         base = recipe()
         prior = base.prior or (PriorChoice(name="sd1.4", dtype="fp16") if method.images else None)
         balance = None if isinstance(method, GPTFL) else base.balance
-        return replace(base, method=method, server=method.server, prior=prior, balance=balance)
+        return replace(base, method=method, server=None, prior=prior, balance=balance)
 
     changed.__doc__ = f"{recipe.__doc__} With {type(method).__name__}."
     return changed

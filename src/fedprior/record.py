@@ -10,7 +10,6 @@ from typing import Any, Self
 import numpy as np
 import torch
 from filelock import FileLock, Timeout
-from safetensors.torch import save_file
 
 from . import environment, store, tree
 from .config import Experiment, to_toml
@@ -26,15 +25,21 @@ LINES = ("metrics", "timings")
 class Record:
     """Writes a run directory. `metrics.jsonl` holds what the same run gives again to the byte; times are apart.
 
-    One process at a time writes to a directory: `with Record(...)` holds its lock.
+    One process at a time writes to a directory: `with Record(...)` makes it and holds its lock. A `numbered` one is
+    FOLDER, FOLDER-2, ..., the first that nobody has. A directory that was made for a run that never began is
+    removed again.
     """
 
-    def __init__(self, folder: Path, experiment: Experiment) -> None:
-        self.folder, self.experiment = folder, experiment
-        self.lock = FileLock(folder / "checkpoints" / "lock", timeout=0)
+    def __init__(self, folder: Path, experiment: Experiment, numbered: bool = False) -> None:
+        self.folder, self.experiment, self.numbered = folder, experiment, numbered
+        self.made_parent = not folder.parent.exists()
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
+        self.started = False  # from then on the manifest says how the run stands
 
     def __enter__(self) -> Self:
+        if self.numbered:
+            self.folder = claim(self.folder.parent, self.folder.name)
+        self.lock = FileLock(self.folder / "checkpoints" / "lock", timeout=0)
         try:
             (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
             self.lock.acquire()
@@ -42,29 +47,52 @@ class Record:
             raise UserError(
                 f"another process is writing to {self.folder}; wait for it or choose another name="
             ) from None
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"a file is in the way of {self.folder}; choose another name= or --runs") from None
+        except OSError as error:
+            raise UserError(f"cannot write to {self.folder} ({error}); choose another name= or --runs") from None
         store.sweep(self.folder)
         return self
 
     def __exit__(self, *error: object) -> None:
+        if not self.started:
+            with suppress(OSError):  # whatever holds something stays
+                if [path.name for path in (self.folder / "checkpoints").iterdir()] == ["lock"]:
+                    (self.folder / "checkpoints" / "lock").unlink()
+                (self.folder / "checkpoints").rmdir()
+                self.folder.rmdir()
+                if self.made_parent:
+                    self.folder.parent.rmdir()
         self.lock.release()
 
     def begin(self) -> None:
         """From the first line."""
+        self.started = True
         store.write_text(self.folder / "config.toml", to_toml(self.experiment))
         self.cut({})
         self.status("running")
 
     def resume(self, lengths: dict[str, int], done: int) -> None:
         """After the lines that a checkpoint counts on, with `done` rounds done."""
+        self.started = True
         store.write_text(self.folder / "config.toml", to_toml(self.experiment))
         self.cut(lengths)
-        path = self.folder / "manifest.json"
-        with suppress(OSError, json.JSONDecodeError):
-            self.manifest |= json.loads(path.read_text(encoding="utf-8"))
+        with suppress(OSError, ValueError):
+            self.manifest |= store.read_json(self.folder / "manifest.json")
         self.manifest.pop("error", None)
         self.status("running", resumed_after=[*self.manifest.get("resumed_after", []), done])
+
+    def cover(self, lengths: dict[str, int], done: int) -> None:
+        """Raises ValueError unless the line files begin with `done` whole lines of these lengths, OSError where they
+        cannot be read."""
+        for name in LINES:
+            head = (self.folder / f"{name}.jsonl").read_bytes()[: lengths.get(name, 0)] if lengths.get(name) else b""
+            lines = [json.loads(line) for line in head.splitlines()]
+            if len(head) < lengths.get(name, 0) or len(lines) != done:
+                raise ValueError(f"{name}.jsonl lacks lines of the {done} rounds")
+
+    def rounds(self) -> int:
+        """Whole lines in metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def lengths(self) -> dict[str, int]:
         """The bytes of the line files."""
@@ -100,8 +128,7 @@ class Record:
         """The global model as an ordinary state dict in safetensors; what it is lies in the metadata as JSON, under
         one key, since the order of several would differ from file to file."""
         flat = {k: v.detach().cpu().contiguous() for part in weights.values() for k, v in part.items()}
-        with store.atomic(self.folder / "model.safetensors") as temporary:
-            save_file(flat, temporary, metadata={"about": json.dumps(about)})
+        store.save_tensors(flat, self.folder / "model.safetensors", {"about": json.dumps(about)})
 
     def clients(self, columns: dict[str, np.ndarray | list[Any]]) -> None:
         """One row a client."""
@@ -114,8 +141,7 @@ class Record:
     def examples(self, classes: Sequence[str], images: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """A few images of each kind and class, uint8 [n, 3, H, W], for the report."""
         flat = {f"{kind}/{name}": x.cpu().contiguous() for kind, part in images.items() for name, x in part.items()}
-        with store.atomic(self.folder / "examples.safetensors") as temporary:
-            save_file(flat, temporary, metadata={"classes": json.dumps(list(classes))})
+        store.save_tensors(flat, self.folder / "examples.safetensors", {"classes": json.dumps(list(classes))})
 
     def result(self, result: dict[str, Any]) -> None:
         store.write_json(self.folder / "result.json", {"schema_version": SCHEMA_VERSION} | result)
@@ -128,16 +154,30 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except FileNotFoundError:
         raise UserError(f"{folder} holds no metrics.jsonl; name a run directory, e.g. runs/digits-fedavg") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise UserError(f"{path} is damaged; `fedprior run {folder}` goes on from the last checkpoint") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged; run the experiment again under another name=") from None
 
 
 def status(folder: Path) -> str:
     """How a run stands; "unknown" where its manifest cannot be read."""
     try:
-        return str(json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["status"])
-    except (OSError, KeyError, json.JSONDecodeError):
+        return str(store.read_json(folder / "manifest.json").get("status", "unknown"))
+    except (OSError, ValueError):
         return "unknown"
+
+
+def claim(root: Path, name: str) -> Path:
+    """Makes root/name, or root/name-2, ... and returns it: no other process gets the same one."""
+    while True:
+        folder = free_folder(root, name)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if root.exists() and not root.is_dir():
+                raise UserError(f"{root} is a file; choose another --runs") from None
+        except OSError as error:
+            raise UserError(f"cannot write to {root} ({error}); choose another --runs") from None
 
 
 def free_folder(root: Path, name: str) -> Path:

@@ -1,10 +1,9 @@
 """What stands in a run directory, and whether an experiment may go on with it."""
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from . import environment
+from . import environment, store
 from .config import Experiment, from_toml, to_dict
 from .data import partition
 from .data.partition import Partition
@@ -16,32 +15,33 @@ FREE = ("rounds", "target", "evaluate_every", "memory_MB")
 """Keys that may change when a run goes on: none of them changes a round that is done."""
 
 
-class Standing(NamedTuple):
-    exists: bool  # a run of the same settings lies there
-    done: bool  # with all the rounds asked for
-
-
-def look(folder: Path, experiment: Experiment) -> Standing:
-    """Raises UserError when the folder holds something else than a run of this experiment."""
+def look(folder: Path, experiment: Experiment) -> bool:
+    """Whether the folder holds this experiment with all the rounds asked for; an empty one, or one that a run of it may
+    go on with, is False. Raises UserError when it holds something else."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose another name= or --runs")
     if not folder.exists() or not any(folder.iterdir()):
-        return Standing(False, False)
+        return False
     if not (folder / "config.toml").exists():
-        if (folder / "checkpoints").is_dir():
-            return Standing(True, False)  # it died before its first line
-        raise UserError(f"{folder} is not empty and no run directory; choose another name= or remove it first")
-    saved = from_toml(folder / "config.toml")
+        if (folder / "checkpoints").is_dir() and not any((folder / "checkpoints").glob("round-*")):
+            return False  # it died before its first line
+        raise UserError(f"{folder} is not empty and has no config.toml; choose another name= or remove it first")
+    try:
+        saved = from_toml(folder / "config.toml")
+    except UserError as error:
+        raise UserError(f"{error}; choose another name= to begin anew") from None
     if differing := {k: v for k, v in changes(saved, experiment).items() if k not in FREE}:
         listed = "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in differing.items())
         raise UserError(
             f"{folder} is a run of other settings ({listed}). Only {', '.join(FREE)} may change on the way; choose "
             "another name= for a run of its own"
         )
-    if experiment.rounds < saved.rounds and status(folder) == "done":
-        raise UserError(f"{folder} has {saved.rounds} rounds already; rounds={experiment.rounds} cannot undo them")
-    done = status(folder) == "done" and saved.rounds == experiment.rounds and (folder / "result.json").exists()
-    return Standing(True, done)
+    if experiment.rounds < saved.rounds:
+        raise UserError(
+            f"{folder} was asked for rounds={saved.rounds} before; rounds={experiment.rounds} cannot undo that"
+        )
+    same = not set(changes(saved, experiment)) & {"rounds", "target"}
+    return same and status(folder) == "done" and (folder / "result.json").exists()
 
 
 def changes(saved: Experiment, experiment: Experiment) -> dict[str, tuple[Any, Any]]:
@@ -63,8 +63,8 @@ def _flat(values: dict[str, Any]) -> dict[str, Any]:
 def result(folder: Path) -> dict[str, Any]:
     """The result of a run that is done."""
     try:
-        stored: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        stored = store.read_json(folder / "result.json")
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder}/result.json cannot be read ({error}); remove it to finish the run again") from None
     stored.pop("schema_version", None)
     return stored
@@ -87,15 +87,19 @@ def unfinished(root: Path, experiment: Experiment) -> Path | None:
 def same_data(folder: Path, parts: Partition) -> None:
     """Raises UserError when the directory's partition is another one: the data have changed since."""
     path = folder / "partition.json"
-    if path.exists() and partition.load(path).digest != parts.digest:
+    try:
+        known = partition.load(path).digest if path.exists() else parts.digest
+    except UserError as error:
+        raise UserError(f"{error.args[0].partition(';')[0]}; remove it if you are sure of the data") from None
+    if known != parts.digest:
         raise UserError(f"the data are not those that {folder} was started with: its partition.json differs")
 
 
 def warn(folder: Path, progress: Progress) -> None:
     """Says which versions have changed since the run began: its last bits may."""
     try:
-        before = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["versions"]
-    except (OSError, KeyError, json.JSONDecodeError):
+        before = store.read_json(folder / "manifest.json").get("versions", {})
+    except (OSError, ValueError):
         return
     now = environment.versions()
     for name in ("fedprior", "torch", "numpy"):

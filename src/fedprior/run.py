@@ -22,7 +22,7 @@ from .memory import ClientMemory
 from .method import Server
 from .prepare.synthesis import Report
 from .progress import Progress, Silent
-from .record import Record, free_folder, metrics, weight_digest
+from .record import Record, metrics, weight_digest
 from .report import html, load, summary
 from .traffic import MB, Traffic
 
@@ -59,29 +59,32 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     Everything that can be wrong with settings, data, prior or net is found before the directory is made; a run that
     fails later says so in its manifest.
     """
-    progress = progress or Silent()
-    folder = Path(root) / experiment.name if experiment.name else free_folder(Path(root), default_name(experiment))
-    standing = resume.look(folder, experiment)
-    if standing.done:
+    progress, root = progress or Silent(), Path(root)
+    if not experiment.name and (hint := resume.unfinished(root, experiment)):
+        progress.say(f"{hint} holds an unfinished run of these settings; `fedprior run {hint}` goes on with it")
+    folder = root / experiment.name
+    if experiment.name and resume.look(folder, experiment):
         progress.say(f"{folder} is done; nothing is left to do. A larger rounds= would go on from there.")
         return Outcome(resume.result(folder), metrics(folder))
-    if not experiment.name and (hint := resume.unfinished(Path(root), experiment)):
-        progress.say(f"{hint} holds an unfinished run of these settings; `fedprior run {hint}` goes on with it")
     device = assemble.set_up(experiment)
     progress.say(f"fedprior {__version__} on {device} (threads={experiment.threads}), torch {torch.__version__}")
     began = time.monotonic()
-    memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
-    ready = prepare(experiment, device, memory, progress)
-    with Record(folder, experiment) as record:
+    name = experiment.name or default_name(experiment)
+    with Record(root / name, experiment, numbered=not experiment.name) as record:
+        folder = record.folder
+        resume.look(folder, experiment)  # again, since another process may have been there before the lock was ours
         try:
-            return carry_out(ready, record, progress, began)
+            memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
+            return carry_out(prepare(experiment, device, memory, progress), record, progress, began)
         except BaseException as error:
-            with suppress(OSError):  # a full disk must not hide what went wrong
-                record.status("interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error=repr(error))
+            if record.started:
+                with suppress(OSError):  # a full disk must not hide what went wrong
+                    how = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+                    record.status(how, error=repr(error))
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 raise UserError(
-                    f"the disk of {folder} is full; free some space and give the same command again: it goes on after "
-                    "the last round that was saved"
+                    f"the disk of {folder} is full; free some space and run it again: it goes on after the last round "
+                    "that was saved"
                 ) from error
             raise
 
@@ -93,6 +96,8 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
     assemble.build_engine(experiment, net, real)
     if remark := experiment.method.remark(net):
         progress.say(f"net={experiment.net}: {remark}")
+    if experiment.bn_stats == "local" and not net.batch_norm_names:
+        progress.say(f"net={experiment.net}: there is no batch norm in it, so bn_stats=local changes nothing")
     federation, synthesis = real, None
     if experiment.balance is not None:
         federation, synthesis = assemble.balance(experiment, real, device, progress)
@@ -109,22 +114,22 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
     """All rounds from wherever the directory stands, then what is made of them."""
     experiment, engine, folder = record.experiment, ready.engine, record.folder
     checkpoints = Checkpoints(folder / "checkpoints")
-    state = checkpoints.load(engine.memory, record.lengths())
+    state = checkpoints.load(engine.memory, record.cover)
     resume.same_data(folder, ready.partition)
     if state is None:
+        if record.rounds() > 1:
+            raise UserError(f"{folder} has rounds but no checkpoint to go on from; choose another name= to begin anew")
         record.begin()
-        ready.partition.save(folder / "partition.json")
         weights = engine.worker.net.init()
         if ready.images is not None:
             weights = experiment.method.pretrain(engine.worker.net, weights, ready.images, experiment.seed)
         server = begin(engine.worker.net, experiment.method, experiment.seed, experiment.bn_stats, weights)
         state = State(0, server, {}, Traffic(), {}, 0.0)
     else:
-        if state.done > experiment.rounds:
-            raise UserError(f"{folder} has {state.done} rounds already; rounds={experiment.rounds} cannot undo them")
         resume.warn(folder, progress)
         record.resume(state.lengths, state.done)
         progress.say(f"{folder} goes on after round {state.done}")
+    ready.partition.save(folder / "partition.json")
     prepared = time.monotonic() - began
     judge = Judge(engine, ready.federation, ready.images)
     curve = metrics(folder) if state.done else []
@@ -167,7 +172,7 @@ def train(
         seed=experiment.seed,
         traffic=traffic,
         aggregate=experiment.aggregate,
-        drop_rate=experiment.drop_rate,
+        drop_rate=0.0 if engine.worker.method.pooled else experiment.drop_rate,  # no client could fail to answer
         min_cohort=min(experiment.min_cohort, ready.cohort),
         max_update_norm=experiment.max_update_norm,
         clip_update_norm=experiment.clip_update_norm,
@@ -177,7 +182,7 @@ def train(
     def seconds() -> float:
         return state.seconds + time.monotonic() - began
 
-    with progress.task("rounds", experiment.rounds) as update:
+    with progress.task("rounds", experiment.rounds, state.done) as update:
         for done, outcome in zip(range(state.done + 1, experiment.rounds + 1), rounds, strict=False):
             trained, server = seconds(), outcome.server
             due = done % experiment.evaluate_every == 0 or done == experiment.rounds

@@ -1,5 +1,6 @@
 """The one atomic writer and the one checked reader, and where caches live."""
 
+import errno
 import hashlib
 import json
 import os
@@ -59,6 +60,28 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises ValueError for anything else in the file, OSError where it cannot be read."""
+    value = json.loads(path.read_text(encoding="utf-8"))  # both of its errors are ValueErrors
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return value
+
+
+def save_tensors(flat: "dict[str, Tensor]", path: Path, notes: dict[str, str]) -> None:
+    """safetensors' save_file at once to `path`, whose full disk is an OSError like any other."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    with atomic(path) as temporary:
+        try:
+            save_file(flat, temporary, metadata=notes)
+        except SafetensorError as error:
+            if f"os error {errno.ENOSPC}" in str(error):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from None
+            raise
+
+
 def digest(*parts: bytes | str) -> str:
     """SHA-256 over parts, each preceded by its length, so that ("ab", "c") differs from ("a", "bc")."""
     h = hashlib.sha256()
@@ -82,8 +105,6 @@ def read_or_rebuild(path: Path, read: Callable[[Path], T], build: Callable[[], T
 
 def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -> None:
     """A tree of tensors and JSON values about it as one safetensors file with a digest inside."""
-    from safetensors.torch import save_file
-
     from . import tree
 
     flat: dict[str, Tensor] = {}
@@ -95,8 +116,7 @@ def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -
         seen.add(flat[name].untyped_storage().data_ptr())
     note = json.dumps(about or {}, allow_nan=False)
     order = json.dumps(list(flat))  # the file has an order of its own, and sums depend on ours
-    with atomic(path) as temporary:
-        save_file(flat, temporary, metadata={"about": note, "order": order, "digest": _tree_digest(flat, note)})
+    save_tensors(flat, path, {"about": note, "order": order, "digest": _tree_digest(flat, note)})
 
 
 def read_tree(path: Path) -> tuple["Tree", dict[str, Any]]:

@@ -25,7 +25,7 @@ class Refusal(NamedTuple):
 
 def check(upload: Upload, expected: Tree, max_norm: float | None) -> Refusal | None:
     """None for a good upload: it has the names, shapes and dtypes of `expected`, only finite numbers, a positive
-    finite weight, and (with `max_norm`) a Euclidean norm of its method part of at most `max_norm`."""
+    finite weight, and (with `max_norm`) an `update_norm` of at most `max_norm`."""
     have, want = tree.flatten(upload.tree), tree.flatten(expected)
 
     def refuse(reason: str) -> Refusal:
@@ -44,6 +44,11 @@ def check(upload: Upload, expected: Tree, max_norm: float | None) -> Refusal | N
         return refuse("its training loss is not finite; a lower local.lr may help")
     if not 0 < upload.weight < float("inf"):
         return refuse(f"its weight is {upload.weight}")
-    if max_norm is not None and (norm := tree.norm(upload.tree["method"])) > max_norm:
-        return refuse(f"its norm {norm:.4g} is above {max_norm:.4g}")
+    if max_norm is not None and (norm := update_norm(upload.tree)) > max_norm:
+        return refuse(f"the norm of its update {norm:.4g} is above {max_norm:.4g}")
     return None
+
+
+def update_norm(upload: Tree) -> float:
+    """The Euclidean norm of the model update in an upload (`method/delta`, FedNova's per unit of its length)."""
+    return tree.norm(upload["method"].get("delta", {}))

@@ -6,7 +6,7 @@ shares and 1/C
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -27,6 +27,8 @@ class FedDisco(Method):
     a: float = 0.5
     b: float = 0.1
     metric: Literal["kl", "l2"] = "kl"
+
+    needs_mean: ClassVar[str] = "its weights are its point, and robust rules know none"
 
     def __post_init__(self) -> None:
         at_least(0, a=self.a, b=self.b)

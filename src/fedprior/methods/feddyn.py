@@ -7,6 +7,7 @@ The mean over the cohort is unweighted. All start at zero, so h stays the mean o
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .. import tree
 from ..data.table import Shard
@@ -25,6 +26,9 @@ class FedDyn(Method):
     """
 
     alpha: float = 0.01
+
+    needs_mean: ClassVar[str] = "its h is the mean of the clients' g"
+    needs_whole_updates: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         above_zero(alpha=self.alpha)

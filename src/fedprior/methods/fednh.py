@@ -39,6 +39,7 @@ class FedNH(Method):
     learn_scale: bool = True
 
     once: ClassVar[frozenset[str]] = frozenset({"prototypes", "rows"})
+    needs_mean: ClassVar[str] = "prototypes are means over those who own a class"
 
     def __post_init__(self) -> None:
         above_zero(scale=self.scale)

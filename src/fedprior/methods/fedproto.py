@@ -31,6 +31,7 @@ class FedProto(Method):
     owners: Literal["equal", "rows"] = "equal"
 
     once: ClassVar[frozenset[str]] = frozenset({"prototypes", "owners"})
+    needs_mean: ClassVar[str] = "prototypes are means over those who own a class"
 
     def __post_init__(self) -> None:
         at_least(0, strength=self.strength)

@@ -42,6 +42,7 @@ class Scaffold(Method):
     server_scale: Literal["1/N", "1/sampled"] = "1/N"
 
     once: ClassVar[frozenset[str]] = frozenset({"control"})
+    needs_mean: ClassVar[str] = "its control variate is the mean of the clients' own"
 
     @property
     def mean_gradient(self) -> bool:  # type: ignore[override]
