@@ -110,6 +110,7 @@ def test_baselines_and_local_statistics_report_like_the_rest(tmp_path, words):
     own = pq.read_table(tmp_path / "b" / "clients.parquet").to_pydict()["accuracy"]
     line = json.loads((tmp_path / "b" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["clients"]["worst"] == pytest.approx(min(own))
+    assert result["models"] == ("global" if words[0] == "method=centralised" else "own")
     assert line["clients"]["mean"] == pytest.approx(sum(own) / len(own))
 
 

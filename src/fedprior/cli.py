@@ -126,7 +126,8 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
     result = run_experiment(experiment, runs, for_terminal()).result
     rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
     rows[-1][0] = "best (optimistic)"
-    table("Test accuracy", ["", "global model, or mean over clients' own"], rows)
+    whose = "mean over clients' own models" if result.get("models") == "own" else "global model"
+    table("Test accuracy", ["", whose], rows)
     print(
         f"{result['rounds']} rounds, {result['uplink_MB']:.3f} MB up, {result['downlink_MB']:.3f} MB down, "
         f"{clock(result['seconds'])}. Report: {result['directory']}/report.html"

@@ -137,6 +137,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
     finish(ready, server, judge, record)
     result = {
         **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
+        "models": "own" if engine.worker.kept else "global",  # whose accuracy it is
         "uplink_MB": curve[-1]["uplink_bytes"] / MB,
         "downlink_MB": curve[-1]["downlink_bytes"] / MB,
         "seconds": round(seconds, 3),
