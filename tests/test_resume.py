@@ -23,14 +23,14 @@ from fedprior.progress import Silent
 from fedprior.record import Record
 from fedprior.run import run
 
-ROUNDS = 7
+ROUNDS = 9
 WORDS = [f"rounds={ROUNDS}", "steps=2", "clients=8", "cohort=4", "batch_size=8", "net=tiny", "name=it"]
 WORDS += ["partition.alpha=0.5", "evaluate_every=3", "straggler_rate=0.3", "drop_rate=0.2", "local.momentum=0.5"]
 OWN = {
     "scaffold": ["method.mode=pre", "memory_MB=0"],
     "moon": ["method.queue=2", "method.projection=8"],
     "fedavgm": ["aggregate=trimmed_mean", "clip_update_norm=1"],
-    "fedavg": ["persist_optimizer=true", "schedule=cosine", "schedule.over=7", "bn_stats=local"],
+    "fedavg": ["persist_optimizer=true", "schedule=cosine", "schedule.over=9", "bn_stats=local"],
     "gptfl": ["method.images_per_class=4", "method.pretrain_epochs=1"],
     "ccvr": ["method.images_per_class=4"],
     "fednova": ["method.mu=0.1", "server.momentum=0.5"],
@@ -389,3 +389,21 @@ def test_the_time_left_counts_the_rounds_of_this_process_only(capsys):
     finally:
         progress.time.monotonic = clock
     assert "rounds: 510/1000, 8 min 10 s left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["status", "cut", "config"])
+def test_a_kill_while_more_rounds_are_being_set_up_does_not_make_them_look_done(tmp_path, monkeypatch, where):
+    words = words_of("fedavg")
+    run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent())
+
+    def dies(*args, **options):
+        os._exit(9)
+
+    with monkeypatch.context() as patch:
+        if where == "config":
+            patch.setattr("fedprior.record.to_toml", dies)
+        else:
+            patch.setattr(Record, where, dies)
+        _, how = os.waitpid(child(override(Experiment(), [*words, "rounds=5"]), tmp_path), 0)
+        assert os.waitstatus_to_exitcode(how) == 9
+    assert len(run(override(Experiment(), [*words, "rounds=5"]), tmp_path, Silent()).curve) == 5

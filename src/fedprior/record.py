@@ -73,12 +73,13 @@ class Record:
     def resume(self, lengths: dict[str, int], done: int) -> None:
         """After the lines that a checkpoint counts on, with `done` rounds done."""
         self.started = True
-        store.write_text(self.folder / "config.toml", to_toml(self.experiment))
-        self.cut(lengths)
         with suppress(OSError, ValueError):
             self.manifest |= store.read_json(self.folder / "manifest.json")
         self.manifest.pop("error", None)
+        # before the new config: with that, and "done" from before, more rounds would look done
         self.status("running", resumed_after=[*self.manifest.get("resumed_after", []), done])
+        store.write_text(self.folder / "config.toml", to_toml(self.experiment))
+        self.cut(lengths)
 
     def cover(self, lengths: dict[str, int], done: int) -> None:
         """Raises ValueError unless the line files begin with `done` whole lines of these lengths, OSError where they

@@ -56,8 +56,8 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     """Train, evaluate, record. A run directory that `experiment.name` names is continued where it stopped; when it is
     done already, its result is returned.
 
-    Everything that can be wrong with settings, data, prior or net is found before the directory is made; a run that
-    fails later says so in its manifest.
+    What is wrong with settings, data, prior or net shows before the first line is written, and then leaves no
+    directory behind; a run that fails later says so in its manifest.
     """
     progress, root = progress or Silent(), Path(root)
     if not experiment.name and (hint := resume.unfinished(root, experiment)):
