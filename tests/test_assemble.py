@@ -575,3 +575,11 @@ def test_local_statistics_of_a_net_without_batch_norm_are_announced(tmp_path):
     said = Said()
     run(override(Experiment(), ["bn_stats=local", "rounds=1", "steps=1", "clients=6", "cohort=3"]), tmp_path, said)
     assert "bn_stats=local changes nothing" in said.text
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedsc", "fedproto", "fednh", "feddisco", "fednova", "local"])
+def test_a_plan_says_the_megabytes_that_a_run_sends(tmp_path, method):
+    words = [f"method={method}", "rounds=3", "steps=1", "clients=6", "cohort=3"]
+    result = run(override(Experiment(), words), tmp_path).result
+    sent = result["uplink_MB"] + result["downlink_MB"]
+    assert plan(override(Experiment(), words), calibrate=False)["MB"] == pytest.approx(sent)

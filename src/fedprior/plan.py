@@ -7,11 +7,13 @@ import numpy as np
 import torch
 
 from . import assemble, tree
+from .aggregate import Mean
 from .config import Experiment
 from .data.table import Federation
 from .engines.serial import Serial
 from .errors import UserError
 from .federate import begin
+from .method import Round
 from .prepare.balance import BalanceToMax
 from .prepare.balance import plan as plan_balance
 from .priors import prompts
@@ -69,14 +71,19 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
 
 
 def traffic_MB(experiment: Experiment, engine: Serial, cohort: int) -> float:
-    """Both directions over all rounds."""
+    """Both directions over all rounds. What a method sends may grow once it has heard of clients, so the first round is
+    counted apart."""
     worker = engine.worker
     if worker.method.pooled:
         return 0.0
     server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
     down = {"weights": server.weights, "shared": worker.method.broadcast(server)}
-    once = tree.num_bytes(down) + tree.num_bytes(engine.expected(down))
-    return experiment.rounds * cohort * once / MB
+    up = engine.expected(down)
+    mean = worker.method.reduce(((up, 1.0) for _ in range(cohort)), Mean())
+    later = worker.method.update(server, mean["method"], Round(0, cohort / engine.total))
+    sent = [tree.num_bytes(server.weights | worker.method.broadcast(s)) for s in (server, later)]
+    received = tree.num_bytes(up)
+    return cohort * (sent[0] + received + (experiment.rounds - 1) * (sent[1] + received)) / MB
 
 
 def state_MB(experiment: Experiment, engine: Serial) -> float:
