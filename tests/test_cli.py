@@ -178,3 +178,41 @@ def test_a_plan_without_its_prior_still_tells_the_rest(capsys):
     assert plan["training_seconds"] >= 0
     assert plan["seconds"] is plan["generation_seconds"] is None
     assert "no/such" in plan["note"]
+
+
+def test_a_report_on_a_run_that_was_stopped_or_damaged_is_one_line(capsys, tmp_path):
+    _, out, _ = call(capsys, "run", *QUICK, "--runs", tmp_path, "--json")
+    folder = Path(last_json(out)["directory"])
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for status in ("interrupted", "running", "failed"):
+        (folder / "manifest.json").write_text(json.dumps(manifest | {"status": status}))
+        code, _, err = call(capsys, "report", folder)
+        assert (code, err.count("\n")) == (1, 1)
+        assert f"it is {status}" in err
+    damages = {
+        "manifest.json": [None, b"{", b"{}"],
+        "config.toml": [b"= 3", b"\xff\xfe", b""],
+        "metrics.jsonl": [b"", b"3\n", b"{"],
+        "clients.parquet": [b"PAR1"],
+        "examples.safetensors": [None, b"x" * 20],
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert call(capsys, "report", folder)[0] == 0
+    for name, contents in damages.items():
+        whole = (folder / name).read_bytes()
+        for content in contents:
+            (folder / name).unlink(missing_ok=True)
+            if content is not None:
+                (folder / name).write_bytes(content)
+            code, _, err = call(capsys, "report", folder)
+            assert (code, err.count("\n")) == (1, 1), (name, content, err)
+        (folder / name).write_bytes(whole)
+    code, _, err = call(capsys, "report", folder, "--out", "/proc/nowhere/x.html")
+    assert (code, err.count("\n")) == (1, 1)
+
+
+def test_a_run_directory_and_runs_contradict_each_other(capsys, tmp_path):
+    _, out, _ = call(capsys, "run", *QUICK, "--runs", tmp_path, "--json")
+    code, _, err = call(capsys, "run", last_json(out)["directory"], "--runs", tmp_path)
+    assert code == 2
+    assert "--runs has no meaning" in err

@@ -226,6 +226,11 @@ def test_a_named_server_method_is_fedavg_with_that_server():
     assert override(a, ["method=fedavg"]).method.server == SGD(lr=1.0)  # a method brings its own
     assert override(b, ["method=fedavg"]).method.server == SGD(lr=1.0)
     assert override(a, ["method=moon", "server=yogi"]).method == Moon(server=Yogi())
+    # its name alone is the method's own, where that is of the kind
+    assert override(Experiment(), ["server=sgd"]) == Experiment()
+    for words in (["method=fedavgm", "server=sgd"], ["server=sgd", "method=fedavgm"]):
+        assert override(Experiment(), words).method == FedAvgM()
+    assert override(b, ["server=sgd"]).method.server == SGD(lr=1.0)
     for method in (FedAvgM(), FedAdam(), FedAvg()):  # from Python too
         assert replace(Experiment(), method=method).method == method
     assert replace(b, method=Moon()).method.server == Adam()  # which was asked for by name
@@ -254,6 +259,7 @@ def test_a_named_server_method_is_fedavg_with_that_server():
         (["schedule=cosine", "schedule.warmup=100"], "schedule.warmup must be"),
         (["memory_MB=-1"], "memory_MB must be"),
         (["name=a/../x"], "no plain directory name"),
+        (["name=a=b"], "no plain directory name"),
         (["name=" + "ä" * 101], "name= has 202 bytes"),
         (["method=scaffold", "aggregate=median"], "method=scaffold needs aggregate=mean"),
         (["method=feddyn", "clip_update_norm=1"], "method=feddyn cannot have clip_update_norm"),

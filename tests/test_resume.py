@@ -407,3 +407,47 @@ def test_a_kill_while_more_rounds_are_being_set_up_does_not_make_them_look_done(
         _, how = os.waitpid(child(override(Experiment(), [*words, "rounds=5"]), tmp_path), 0)
         assert os.waitstatus_to_exitcode(how) == 9
     assert len(run(override(Experiment(), [*words, "rounds=5"]), tmp_path, Silent()).curve) == 5
+
+
+def test_a_dangling_link_is_passed_by_or_refused(tmp_path):
+    (tmp_path / "digits-fedavg").symlink_to(tmp_path / "unmounted")
+    experiment = override(Experiment(), [*WORDS, "name=", "rounds=1"])
+    assert run(experiment, tmp_path, Silent()).result["directory"] == str(tmp_path / "digits-fedavg-2")
+    (tmp_path / "root").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="is no directory"):
+        run(experiment, tmp_path / "root", Silent())
+
+
+def test_a_run_killed_while_it_prepares_goes_on_under_its_name(tmp_path, monkeypatch):
+    from fedprior import run as module
+
+    experiment = override(Experiment(), [*WORDS, "name=", "rounds=2"])
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "prepare", lambda *a: os._exit(9))
+        os.waitpid(child(experiment, tmp_path), 0)
+    (folder,) = tmp_path.iterdir()
+    words = [*WORDS, "rounds=2", f"name={folder.name}"]
+    assert run(override(Experiment(), words), tmp_path, Silent()).result["rounds"] == 2
+    with pytest.raises(UserError, match="seed: 0 there, 4 here"):
+        run(override(Experiment(), [*words, "seed=4"]), tmp_path, Silent())
+
+
+def test_a_copied_run_that_is_done_names_itself(tmp_path):
+    import shutil
+
+    words = [*words_of("fedavg"), "rounds=1"]
+    run(override(Experiment(), words), tmp_path, Silent())
+    shutil.copytree(tmp_path / "it", tmp_path / "copy")
+    copied = run(override(Experiment(), [*words, "name=copy"]), tmp_path, Silent())
+    assert copied.result["directory"] == str(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "content", ['{"versions": [1], "status": "running"}', '{"resumed_after": 3, "status": "running"}']
+)
+def test_an_odd_manifest_does_not_stop_a_run(tmp_path, content):
+    words = words_of("fedavg")
+    run(override(Experiment(), [*words, "rounds=1"]), tmp_path, Silent())
+    (tmp_path / "it" / "manifest.json").write_text(content)
+    assert len(run(override(Experiment(), [*words, "rounds=2"]), tmp_path, Silent()).curve) == 2
+    assert json.loads((tmp_path / "it" / "manifest.json").read_text())["resumed_after"] == [1]

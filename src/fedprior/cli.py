@@ -121,8 +121,14 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
 
     experiment = experiment_of(words)
     if words and "=" not in words[0] and words[0] not in RECIPES and Path(words[0]).is_dir() and not experiment.name:
-        here = Path(words[0]).resolve()  # it may be "." or a link
-        experiment, runs = replace(experiment, name=here.name), Path(os.path.relpath(here.parent))
+        if runs != Path("runs"):
+            raise UsageError(
+                f"{words[0]} says where the run is, so --runs has no meaning; with name= it would be a new one"
+            )
+        given, here = Path(words[0]), Path(words[0]).resolve()
+        plain = given.name == here.name and given.parent.resolve() == here.parent  # neither "." nor a link
+        runs = given.parent if plain else Path(os.path.relpath(here.parent))
+        experiment = replace(experiment, name=here.name)
     result = run_experiment(experiment, runs, for_terminal()).result
     rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
     rows[-1][0] = "best (optimistic)"
@@ -185,17 +191,16 @@ def generate(words: Words = None, as_json: Json = False) -> None:
     progress = for_terminal()
     federation, _ = assemble.split(experiment)
     device = assemble.set_up(experiment)
-    images = assemble.images_for_server(experiment, federation, device, progress)
-    if images is not None:
-        print(f"The server's {len(images['label'])} images are there.")
-    if experiment.balance is None:
-        emit({"server_images": experiment.method.images * len(federation.classes)}, as_json)
-        return
-    _, report = assemble.balance(experiment, federation, device, progress)
-    print(f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out.")
-    print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
-    result = {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
-    emit(result | {"rows": report.rows, "folder": str(report.folder)}, as_json)
+    result: dict[str, Any] = {"server_images": experiment.method.images * len(federation.classes)}
+    if experiment.balance is not None:
+        _, report = assemble.balance(experiment, federation, device, progress)
+        print(f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out.")
+        print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
+        result |= {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
+        result |= {"rows": report.rows, "folder": str(report.folder)}
+    if assemble.images_for_server(experiment, federation, device, progress) is not None:
+        print(f"The server's {result['server_images']} images are there.")
+    emit(result, as_json)
 
 
 @partition_app.command("show")
@@ -311,8 +316,12 @@ def report(
     """One offline HTML page for a run, or for several side by side (seeds of one setting become one line)."""
     from .report import html, load
 
+    load.check_done(folders)
     target = out or folders[0] / "report.html"
-    html.write(load.report_data(folders), target)
+    try:
+        html.write(load.report_data(folders), target)
+    except OSError as error:
+        raise UserError(f"cannot write {target} ({error}); choose another --out") from None
     print(f"Report: {target}")
     emit({"report": str(target)}, as_json)
 

@@ -5,7 +5,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from .aggregate import AGGREGATES, Mean
 from .data.partition import PARTITIONS
@@ -92,7 +92,7 @@ class Experiment:
     def __post_init__(self) -> None:
         if len(self.name.encode()) > LONGEST_NAME:
             raise UsageError(f"name= has {len(self.name.encode())} bytes, more than a directory name may have")
-        if self.name in (".", "..") or set(self.name) & set('/\\:*?"<>|\0'):
+        if self.name in (".", "..") or set(self.name) & set('/\\:*?"<>|=\0'):
             raise UsageError(f"name={self.name} is no plain directory name; --runs says where it goes")
         for key in ("clients", "batch_size", "cohort", "min_cohort", "rounds", "evaluate_every", "threads"):
             if getattr(self, key) < 1:
@@ -128,7 +128,7 @@ class Experiment:
         if self.method.images and self.bn_stats == "local":
             raise UsageError("bn_stats=local leaves the server without a whole model, so it has no use for images")
         # the optimiser in force stands in the method; here stands only what differs from the method's own
-        own = next(f.default for f in fields(self.method) if f.name == "server")
+        own = own_server(self.method)
         server = self.method.server if self.server is None else self.server
         object.__setattr__(self, "server", None if server == own else server)
         object.__setattr__(self, "method", replace(self.method, server=server))
@@ -205,7 +205,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     given = {key for key, _ in pairs}
     if {"steps", "epochs"} <= given:
         raise UsageError("give the local work either as steps or as epochs, not both")
-    pairs.sort(key=lambda pair: "." in pair[0])
+    pairs.sort(key=lambda pair: ("." in pair[0], pair[0] != "method"))  # the method decides what a server means
     changes: dict[str, Any] = {}
     for key, text in pairs:
         head, _, tail = key.partition(".")
@@ -218,6 +218,9 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
             changes[head] = None if head in OPTIONAL and text == "none" else CHOICES[head].make(text)
             if head == "method" and not given & {"server", "server.name"}:
                 changes["server"] = None
+            if head == "server":  # by its name alone it is the method's own, where that is of this kind
+                own = own_server(changes.get("method", experiment.method))
+                changes[head] = own if type(own) is type(changes[head]) else changes[head]
         elif head in CHOICES:
             assert current is not None
             changes[head] = replace(current, **{tail: parse(get_type_hints(type(current))[tail], text, key)})
@@ -232,6 +235,12 @@ def _consistent(changes: dict[str, Any]) -> dict[str, Any]:
         if changes.get(key) is not None and other not in changes:
             return changes | {other: None}
     return changes
+
+
+def own_server(method: Method) -> Optimizer:
+    """The server optimiser that a method has when nothing else is asked for."""
+    own: Any = next(f.default for f in fields(method) if f.name == "server")
+    return cast(Optimizer, own)
 
 
 def _shown(experiment: Experiment, key: str) -> Any:

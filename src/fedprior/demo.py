@@ -9,7 +9,7 @@ from typing import Any
 from .config import Experiment, override
 from .errors import UsageError
 from .progress import Progress
-from .record import free_folder
+from .record import claim
 from .report import html, load, summary
 from .run import run
 
@@ -35,7 +35,7 @@ def demo(words: Sequence[str], seeds: int, root: Path, progress: Progress) -> di
         if (key := word.partition("=")[0]) in FIXED:
             raise UsageError(f"{key}= is what the demo compares; use fedprior run {word} instead")
     began = time.monotonic()
-    folder = free_folder(root, "demo")
+    folder = claim(root, "demo")
     scores: dict[str, list[float]] = {name: [] for name in ARMS}
     experiments = []
     for seed in range(seeds):

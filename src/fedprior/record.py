@@ -35,6 +35,7 @@ class Record:
         self.made_parent = not folder.parent.exists()
         self.manifest: dict[str, Any] = {"schema_version": SCHEMA_VERSION}
         self.started = False  # from then on the manifest says how the run stands
+        self.reserved = False
 
     def __enter__(self) -> Self:
         if self.numbered:
@@ -55,6 +56,8 @@ class Record:
     def __exit__(self, *error: object) -> None:
         if not self.started:
             with suppress(OSError):  # whatever holds something stays
+                if self.reserved:
+                    (self.folder / "config.toml").unlink()
                 if [path.name for path in (self.folder / "checkpoints").iterdir()] == ["lock"]:
                     (self.folder / "checkpoints" / "lock").unlink()
                 (self.folder / "checkpoints").rmdir()
@@ -62,6 +65,12 @@ class Record:
                 if self.made_parent:
                     self.folder.parent.rmdir()
         self.lock.release()
+
+    def reserve(self) -> None:
+        """Leaves the settings where there are none, so that a run that is killed while it prepares can go on."""
+        if not (self.folder / "config.toml").exists():
+            self.reserved = True
+            store.write_text(self.folder / "config.toml", to_toml(self.experiment))
 
     def begin(self) -> None:
         """From the first line."""
@@ -77,7 +86,8 @@ class Record:
             self.manifest |= store.read_json(self.folder / "manifest.json")
         self.manifest.pop("error", None)
         # before the new config: with that, and "done" from before, more rounds would look done
-        self.status("running", resumed_after=[*self.manifest.get("resumed_after", []), done])
+        before = self.manifest.get("resumed_after")
+        self.status("running", resumed_after=[*(before if isinstance(before, list) else []), done])
         store.write_text(self.folder / "config.toml", to_toml(self.experiment))
         self.cut(lengths)
 
@@ -175,8 +185,8 @@ def claim(root: Path, name: str) -> Path:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            if root.exists() and not root.is_dir():
-                raise UserError(f"{root} is a file; choose another --runs") from None
+            if not root.is_dir():
+                raise UserError(f"{root} is no directory; choose another --runs") from None
         except OSError as error:
             raise UserError(f"cannot write to {root} ({error}); choose another --runs") from None
 
@@ -184,7 +194,7 @@ def claim(root: Path, name: str) -> Path:
 def free_folder(root: Path, name: str) -> Path:
     """root/name, or root/name-2, -3, ... the first that is not in use."""
     n = 1
-    while (folder := root / (name if n == 1 else f"{name}-{n}")).exists():
+    while os.path.lexists(folder := root / (name if n == 1 else f"{name}-{n}")):  # a dangling link is in use too
         n += 1
     return folder
 

@@ -11,6 +11,9 @@ from .errors import UserError
 from .progress import Progress
 from .record import status
 
+RESULT = ("last", "mean_last10", "best", "rounds", "uplink_MB", "downlink_MB", "seconds", "weights")
+"""What every result.json says."""
+
 FREE = ("rounds", "target", "evaluate_every", "memory_MB")
 """Keys that may change when a run goes on: none of them changes a round that is done."""
 
@@ -64,6 +67,8 @@ def result(folder: Path) -> dict[str, Any]:
     """The result of a run that is done."""
     try:
         stored = store.read_json(folder / "result.json")
+        if missing := [key for key in RESULT if key not in stored]:
+            raise ValueError(f"it lacks {missing[0]}")
     except (OSError, ValueError) as error:
         raise UserError(f"{folder}/result.json cannot be read ({error}); remove it to finish the run again") from None
     stored.pop("schema_version", None)
@@ -98,8 +103,8 @@ def same_data(folder: Path, parts: Partition) -> None:
 def warn(folder: Path, progress: Progress) -> None:
     """Says which versions have changed since the run began: its last bits may."""
     try:
-        before = store.read_json(folder / "manifest.json").get("versions", {})
-    except (OSError, ValueError):
+        before = dict(store.read_json(folder / "manifest.json").get("versions", {}))
+    except (OSError, ValueError, TypeError):
         return
     now = environment.versions()
     for name in ("fedprior", "torch", "numpy"):

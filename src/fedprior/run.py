@@ -65,7 +65,7 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     folder = root / experiment.name
     if experiment.name and resume.look(folder, experiment):
         progress.say(f"{folder} is done; nothing is left to do. A larger rounds= would go on from there.")
-        return Outcome(resume.result(folder), metrics(folder))
+        return Outcome(resume.result(folder) | {"directory": str(folder)}, metrics(folder))
     device = assemble.set_up(experiment)
     progress.say(f"fedprior {__version__} on {device} (threads={experiment.threads}), torch {torch.__version__}")
     began = time.monotonic()
@@ -73,6 +73,7 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
     with Record(root / name, experiment, numbered=not experiment.name) as record:
         folder = record.folder
         resume.look(folder, experiment)  # again, since another process may have been there before the lock was ours
+        record.reserve()
         try:
             memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
             return carry_out(prepare(experiment, device, memory, progress), record, progress, began)

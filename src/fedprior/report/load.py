@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
-from .. import record
+from .. import record, store
 from ..errors import UserError
 from .summary import Arm, ReportData
 
@@ -48,14 +48,29 @@ def group(folders: Sequence[Path]) -> dict[str, list[Path]]:
 def report_data(folders: Sequence[Path], title: str = "", notes: Sequence[str] = ()) -> ReportData:
     """What a report shows of one run or of several. Distribution and images are those of the run with most rows.
 
-    Raises UserError when a folder is not a finished run.
+    Raises UserError when a folder is not a whole run.
     """
-    import pyarrow.parquet as pq
-
     for folder in folders:
         if not (folder / "clients.parquet").exists():
             config(folder)
             raise UserError(f"{folder} did not finish, so there is nothing to report; run it again first")
+    try:
+        return _report_data(folders, title, notes)
+    except (OSError, ValueError, KeyError, IndexError, TypeError, SafetensorError) as error:
+        named = " and ".join(str(folder) for folder in folders)
+        raise UserError(f"{named} cannot be read ({error!r}); run what is damaged again under another name=") from error
+
+
+def check_done(folders: Sequence[Path]) -> None:
+    """Raises UserError for a run that was stopped or is still going on: parts of it are from an earlier round."""
+    for folder in folders:
+        if (how := record.status(folder)) in ("running", "interrupted", "failed"):
+            raise UserError(f"{folder} did not finish (it is {how}); `fedprior run {folder}` goes on with it")
+
+
+def _report_data(folders: Sequence[Path], title: str, notes: Sequence[str]) -> ReportData:
+    import pyarrow.parquet as pq
+
     arms = [Arm(name=name, curves=[record.metrics(f) for f in members]) for name, members in group(folders).items()]
     tables = [pq.read_table(folder / "clients.parquet") for folder in folders]
     rows = [np.array(t["rows_by_class"].to_pylist(), dtype=np.int64) for t in tables]
@@ -65,7 +80,7 @@ def report_data(folders: Sequence[Path], title: str = "", notes: Sequence[str] =
     for folder in folders:
         if examples(folder)[0] != classes:
             raise UserError(f"{folder} and {folders[shown]} have different classes; report them apart")
-    manifest = json.loads((folders[shown] / "manifest.json").read_text(encoding="utf-8"))
+    manifest = store.read_json(folders[shown] / "manifest.json")
     values = config(folders[shown])
     return ReportData(
         title=title or f"{values['data']['name']}: {' and '.join(arm.name for arm in arms)}",
