@@ -162,7 +162,10 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if not lines or not all(isinstance(line, dict) for line in lines):
+            raise ValueError("no lines of rounds")
+        return lines
     except FileNotFoundError:
         raise UserError(f"{folder} holds no metrics.jsonl; name a run directory, e.g. runs/digits-fedavg") from None
     except ValueError:
