@@ -152,7 +152,7 @@ class Choice:
     name_of: Callable[[Any], str]
 
 
-def _registry(kind: str, entries: Mapping[str, Any], many: Sequence[str] = ()) -> Choice:
+def _registry(kind: str, entries: Mapping[str, Any]) -> Choice:
     def make(name: str) -> Any:
         if name not in entries:
             raise unknown(kind, name, entries)

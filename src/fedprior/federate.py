@@ -31,8 +31,7 @@ class RoundResult(NamedTuple):
 def begin(net: Net, method: Method, seed: int, bn_stats: BNStats = "average", weights: Tree | None = None) -> Server:
     """The server before round 1, from the net's own weights or from those given. It has nothing of what clients
     keep to themselves: with `bn_stats="local"` no batch-norm statistics, for example."""
-    kept = method.keeps(net) | (net.buffer_names if bn_stats == "local" else frozenset())
-    shared, _ = split(weights or net.init(), kept)
+    shared, _ = split(weights or net.init(), method.kept(net, bn_stats))
     return Server(shared, method.server.init(shared["params"]), method.init_server(net, shared, seed))
 
 

@@ -57,7 +57,12 @@ class Worker:
     @cached_property
     def kept(self) -> frozenset[str]:
         """Names of the params and buffers that never leave a client."""
-        return self.method.keeps(self.net) | (self.net.buffer_names if self.bn_stats == "local" else frozenset())
+        return self.method.kept(self.net, self.bn_stats)
+
+    @cached_property
+    def untrained(self) -> Tree:
+        """The net's own weights."""
+        return self.net.init()
 
     def num_steps(self, n: int) -> int:
         """Local steps of a client with n rows that does all its work."""
@@ -110,11 +115,10 @@ class Worker:
         """The server's weights and what the client keeps, at first as in the untrained net."""
         if not self.kept:
             return weights
-        first = self.net.init()
-        own = memory.get("kept") or split(first, self.kept)[1]
+        own = memory.get("kept") or split(self.untrained, self.kept)[1]
         return {
             group: {k: own[group][k] if k in self.kept else weights[group][k] for k in part}
-            for group, part in first.items()
+            for group, part in self.untrained.items()
         }
 
     def init(self, ctx: Context, memory: Tree) -> Tree:

@@ -29,9 +29,6 @@ class ClientMemory:
         self.held: OrderedDict[tuple[int, int], Tree] = OrderedDict()  # by client and round, least recently used first
         self.bytes = 0
 
-    def __contains__(self, client: int) -> bool:
-        return client in self.index
-
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self.index))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import tree
 from .data.table import Shard, Table
-from .net import Net, Output
+from .net import BNStats, Net, Output
 from .optim import SGD, Optimizer
 from .tree import Tree
 
@@ -92,6 +92,10 @@ class Method:
     def keeps(self, net: Net) -> frozenset[str]:
         """Names of the params and buffers that never leave a client."""
         return frozenset()
+
+    def kept(self, net: Net, bn_stats: BNStats) -> frozenset[str]:
+        """All names that never leave a client: the method's, and with local statistics every buffer."""
+        return self.keeps(net) | (net.buffer_names if bn_stats == "local" else frozenset())
 
     @property
     def images(self) -> int:

@@ -5,6 +5,7 @@ SGD and AdamW are tested step by step against their twins in `torch.optim`; the 
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -120,7 +121,7 @@ def _one_minus_power(base: float, t: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaptive:
+class Adaptive(ABC):
     """The server's adaptive step on D, the mean client update (Reddi et al., 2021, arXiv:2003.00295, Algorithm 2):
 
         m = beta1 m + (1 - beta1) D;  v = second(v, D^2);  x = x + lr m / (sqrt(v) + tau)
@@ -142,8 +143,9 @@ class Adaptive:
         if not self.tau:
             raise UsageError("tau must be above 0; the paper's choice is 0.001")
 
+    @abstractmethod
     def second(self, v: Tensor, square: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The next v."""
 
     def init(self, params: Tree) -> Tree:
         return {

@@ -477,13 +477,10 @@ def _checksum(tensors: dict[str, Tensor], classes: str) -> str:
 
 
 def _write(file: Path, decoded: _Decoded) -> None:
-    from safetensors.torch import save_file
-
     tensors = {f"{part}.{k}": v for part in ("train", "test") for k, v in getattr(decoded, part).items()}
     classes = json.dumps(decoded.classes)
     try:
-        with store.atomic(file) as temporary:
-            save_file(tensors, temporary, metadata={"classes": classes, "digest": _checksum(tensors, classes)})
+        store.save_tensors(tensors, file, {"classes": classes, "digest": _checksum(tensors, classes)})
     except OSError as error:
         raise UserError(f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space") from None
 
