@@ -24,6 +24,7 @@ from fedprior.net import Net, layout
 from fedprior.optim import SGD, Adam, AdamW
 from fedprior.plan import plan, state_MB
 from fedprior.prepare.balance import BALANCES, BalanceToMax
+from fedprior.priors import embedded
 from fedprior.progress import Silent
 from fedprior.run import run
 from fedprior.schedule import Cosine
@@ -125,9 +126,10 @@ FEDERATED += ["bn_stats=local", "weight_by=real", "batch_size=7", "seed=11"]
 @pytest.mark.parametrize("work", ["steps=13", "epochs=1.5"])
 def test_every_key_of_local_work_reaches_the_worker(work):
     e = experiment(*FEDERATED, work)
-    data, memory = toy.federation(SIZES), ClientMemory()
+    data, memory = replace(toy.federation(SIZES), classes=("0", "1", "2", "3")), ClientMemory()  # digits: no mirroring
     net = assemble.build_net(e, data, CPU)
-    engine, cohort = assemble.build_engine(e, net, data, memory)
+    guide = assemble.build_guide(experiment("guide=feddifrc"), data, CPU, embedded.load("digits"))
+    engine, cohort = assemble.build_engine(e, net, data, memory, guide)
     wanted = {
         "net": net,
         "method": FedAvg(server=Adam(lr=0.02)),
@@ -137,6 +139,8 @@ def test_every_key_of_local_work_reaches_the_worker(work):
         "clip_gradient": 2.5,
         "straggler_rate": 0.25,
         "augment": True,
+        "flip": False,
+        "guide": guide,
         "bn_stats": "local",
         "weight_by": "real",
         "batch_size": 7,
@@ -300,7 +304,6 @@ def test_classes_that_the_prior_does_not_know_are_refused_by_name(prepared):
 
 
 def test_the_priors_own_keys_reach_it(monkeypatch):
-    from fedprior.priors import embedded
 
     asked = {}
     monkeypatch.setattr(embedded, "load", lambda name, **options: asked.update(name=name, **options))

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedprior import seeds
-from fedprior.data.augment import STATISTICS, crop_flip, normalise
+from fedprior.data.augment import STATISTICS, crop_flip, mirrors, normalise, statistics
 
 
 def test_normalise_is_the_formula_and_spans_minus_one_to_one_at_half():
@@ -42,3 +42,56 @@ def test_crop_and_flip_equal_a_loop_over_images(seed, h, w, padding, flip):
         big[:, padding : padding + h, padding : padding + w] = image[i].numpy()
         want = big[:, top[i] : top[i] + h, left[i] : left[i] + w]
         np.testing.assert_array_equal(got[i], want[:, :, ::-1] if flip and mirror[i] else want)
+
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "domains", "wanted"),
+    [
+        ("pacs", ("art_painting", "cartoon", "photo", "sketch"), IMAGENET),
+        ("office-caltech10", ("amazon", "caltech10", "dslr", "webcam"), IMAGENET),
+        ("digits", ("mnist", "mnist_m", "usps"), IMAGENET),
+        ("digits", (), HALF),
+        ("usps", (), HALF),
+        ("cub200", (), IMAGENET),
+        ("CUB-200", (), IMAGENET),
+        ("flowers_102", (), IMAGENET),
+        ("cars196", (), IMAGENET),
+        ("dogs120", (), IMAGENET),
+        ("aircraft100", (), IMAGENET),
+        ("tiny_imagenet", (), HALF),
+        ("fashion_mnist", (), HALF),
+        ("cifar10", (), STATISTICS["cifar10"]),
+        ("cifar-100", (), STATISTICS["cifar100"]),
+    ],
+)
+def test_sets_with_domains_and_fine_grained_ones_have_imagenets_statistics(name, domains, wanted):
+    assert statistics(name, domains) == wanted
+
+
+def test_aircraft_has_not_the_statistics_of_street_view_numbers():
+    assert statistics("aircraft100", ()) != ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970))
+
+
+@pytest.mark.parametrize(
+    ("classes", "mirrored"),
+    [
+        (tuple("0123456789"), False),
+        (("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"), False),
+        (("Three", " 8 "), False),
+        (("number 3", "number nine"), False),
+        (("street view house number 3", "handwritten number 4", "digit 0", "5"), False),
+        (("number 10", "number 1"), True),
+        (tuple(str(i) for i in range(11)), True),
+        (("3", "cat"), True),
+        (("class 3", "class 4"), True),
+        (("stone", "nine"), True),  # ends in "one"
+        (("zero waste", "one"), True),
+        (("airplane", "bird"), True),
+    ],
+)
+def test_only_where_all_classes_are_digits_nothing_is_mirrored(classes, mirrored):
+    assert mirrors(classes) is mirrored

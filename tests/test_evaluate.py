@@ -69,3 +69,39 @@ def test_spread_and_tenth_percentile_over_clients_by_hand():
     got = client_accuracies(np.array([0.0, 0.5, 1.0]), np.eye(3, dtype=int))
     assert got["std"] == pytest.approx((0.5**2 * 2 / 3) ** 0.5)
     assert got["p10"] == pytest.approx(0.1)
+
+
+def with_domains(table, *domains):
+    """The table with one row after the other of each domain in turn."""
+    n = len(table["label"])
+    return table | {"domain": torch.tensor(domains).repeat(n)[:n]}
+
+
+def test_with_domains_the_accuracy_is_the_mean_of_theirs_and_all_else_stays():
+    net, test = toy.net(), toy.federation().test
+    plain = evaluate(net, net.init(), test, 4)
+    seen = evaluate(net, net.init(), with_domains(test, 0, 2, 2, 2, 2), 4)  # nothing is of domain 1
+    logits = torch.cat([net(net.init(), x[None], train=False).logits for x in test["image"]])
+    right = (logits.argmax(1) == test["label"]).tolist()
+    first = [hit for i, hit in enumerate(right) if i % 5 == 0]
+    rest = [hit for i, hit in enumerate(right) if i % 5]
+    rates = sum(first) / len(first), sum(rest) / len(rest)
+    assert rates[0] != rates[1]
+    np.testing.assert_allclose(seen.per_domain, [rates[0], np.nan, rates[1]])
+    assert seen.accuracy == pytest.approx(sum(rates) / 2)
+    assert seen.domain_total.tolist() == [10, 0, 40]
+    assert seen.domain_correct.sum() == plain.correct.sum()
+    assert (seen.correct.tolist(), seen.total.tolist(), seen.loss) == (
+        plain.correct.tolist(),
+        plain.total.tolist(),
+        plain.loss,
+    )
+    assert plain.accuracy == pytest.approx(sum(right) / 50)
+    assert plain.accuracy != pytest.approx(seen.accuracy)
+    assert len(plain.per_domain) == 0
+
+
+def test_of_one_domain_the_mean_is_the_accuracy():
+    net, test = toy.net(), toy.federation().test
+    plain, seen = (evaluate(net, net.init(), t, 4) for t in (test, with_domains(test, 0)))
+    assert seen.accuracy == plain.accuracy == seen.per_domain[0]

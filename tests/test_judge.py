@@ -273,6 +273,92 @@ def test_a_judge_that_comes_after_a_resume_scores_as_one_that_saw_every_round(me
     np.testing.assert_array_equal(late.rates, judge.rates)
 
 
+# Domains
+
+NAMED = ("air", "land", "sea")
+
+
+def with_domains(federation: Federation) -> Federation:
+    """Rows of three domains, the test set's very unequal in number."""
+    table, test = (t | {"domain": torch.arange(len(t["label"])) % 7 // 3} for t in (federation.table, federation.test))
+    return replace(federation, table=table, test=test, domains=NAMED)
+
+
+def domains_by_hand(engine, weights, test):
+    """-> each domain's accuracy, each evaluated alone"""
+    out = []
+    for d in range(len(NAMED)):
+        rows = torch.nonzero(test["domain"] == d).flatten()
+        alone = {k: x for k, x in table.take(test, rows).items() if k != "domain"}
+        out.append(evaluate(engine.worker.net, weights, alone, 4).accuracy)
+    return out
+
+
+def test_with_domains_a_global_model_scores_the_mean_of_their_accuracies_in_one_evaluation(calls):
+    data = with_domains(skewed())
+    engine, servers = play(FedAvg(), 3, data)
+    judge, differs = Judge(engine, data), []
+    for done, server in enumerate(servers, 1):
+        got = judge.scores(server)
+        assert len(calls) == done
+        wanted = domains_by_hand(engine, server.weights, data.test)
+        assert got["per_domain"] == pytest.approx(dict(zip(NAMED, wanted, strict=True)))
+        assert got["accuracy"] == pytest.approx(np.mean(wanted))
+        differs.append(abs(got["accuracy"] - np.dot(wanted, data.test["domain"].bincount()) / 50) > 1e-3)
+        assert tuple(got) == judge.KEYS == (*Judge.KEYS, "per_domain")
+    assert any(differs)  # from the accuracy over all images
+
+
+@pytest.mark.parametrize(("method", "options"), PERSONAL, ids=NAMES)
+def test_of_personal_models_each_domains_accuracy_is_the_mean_over_clients(method, options):
+    data = with_domains(skewed())
+    engine, servers = play(method, 2, data, **options)
+    judge = Judge(engine, data)
+    for server in servers:
+        got = judge.scores(server)
+    wanted = np.mean([domains_by_hand(engine, engine.start(k, server.weights), data.test) for k in HELD], 0)
+    assert got["per_domain"] == pytest.approx(dict(zip(NAMED, wanted, strict=True)))
+    assert got["accuracy"] == pytest.approx(wanted.mean())
+
+
+def test_a_domain_without_test_images_is_left_out_and_without_domains_nothing_is_added():
+    data = with_domains(skewed())
+    for absent, names in ((1, ("air", "sea")), (2, ("air", "land"))):
+        rows = torch.nonzero(data.test["domain"] != absent).flatten()
+        partial = replace(data, test=table.take(data.test, rows))
+        engine, servers = play(FedAvg(), 1, partial)
+        got = Judge(engine, partial).scores(next(servers))
+        assert tuple(got["per_domain"]) == names
+        assert got["accuracy"] == pytest.approx(np.mean(list(got["per_domain"].values())))
+        json.dumps(got, allow_nan=False)
+    plain = {k: x for k, x in data.test.items() if k != "domain"}
+    for other in (skewed(), replace(data, test=plain)):
+        engine, servers = play(FedAvg(), 1, other)
+        judge = Judge(engine, other)
+        assert tuple(judge.scores(next(servers))) == judge.KEYS == Judge.KEYS
+
+
+def test_the_clients_table_says_how_many_real_rows_of_each_domain_a_client_has():
+    data = with_synthetic(with_domains(skewed()))
+    assert (data.table["domain"][-20:] == -1).all()
+    engine, servers = play(FedAvg(), 1, data)
+    judge = Judge(engine, data)
+    judge.scores(next(servers))
+    got = client_columns(data, engine, judge)["real_by_domain"]
+    for k, own in enumerate(skewed().clients):
+        wanted = [sum(int(row) % 7 // 3 == d for row in own) for d in range(3)]
+        assert got[k].tolist() == wanted
+    plain = skewed()
+    assert "real_by_domain" not in client_columns(plain, *played(plain))
+
+
+def played(data):
+    engine, servers = play(FedAvg(), 1, data)
+    judge = Judge(engine, data)
+    judge.scores(next(servers))
+    return engine, judge
+
+
 # All data in one place
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 
 from fedprior import store
-from fedprior.data import digits, sources
+from fedprior.data import digits, origins, sources
 from fedprior.errors import UsageError, UserError
 
 
@@ -59,7 +60,7 @@ def raw(path: Path, rows: list[int], column: str = "image") -> list[Image.Image]
 
 
 def equal(first: sources.Source, second: sources.Source) -> bool:
-    return first.classes == second.classes and all(
+    return (first.classes, first.domains) == (second.classes, second.domains) and all(
         a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
         for a, b in ((first.train, second.train), (first.test, second.test))
     )
@@ -101,7 +102,8 @@ def test_a_real_file_decodes_to_what_pillow_gives(shared_data, file, column, row
     for part in (got.train, got.test):
         assert part["image"].dtype == torch.uint8
         image[part["id"]] = part["image"]
-    assert len(got.train["id"]) == 8_000  # balanced sets: every fifth row of a class is an exact fifth
+    # balanced sets: every fifth image of a class is an exact fifth; in CIFAR-100 some come twice
+    assert len(got.train["id"]) == (8_002 if "cifar100" in file else 8_000)
     assert sorted(torch.cat([got.train["id"], got.test["id"]]).tolist()) == list(range(rows))
     assert {i: got.classes[i] for i in classes} == classes
     picked = [0, 1, 17, 4_444, rows - 1]
@@ -150,7 +152,7 @@ def test_mixed_digits_keep_their_own_test_split_and_share_the_largest_of_equally
 
 @pytest.mark.data
 @pytest.mark.parametrize(("name", "rows", "classes"), [("pacs", 9_991, 7), ("office-caltech10", 2_533, 10)])
-def test_a_set_with_one_split_gives_every_fifth_row_of_each_class_and_domain(shared_data, name, rows, classes):
+def test_a_set_with_one_split_gives_every_fifth_image_of_each_class_and_domain(shared_data, name, rows, classes):
     path = shared_data / name
     got = sources.load(name, path=path)
     assert len(got.classes) == classes
@@ -160,8 +162,9 @@ def test_a_set_with_one_split_gives_every_fifth_row_of_each_class_and_domain(sha
     train, test = got.train["id"].tolist(), got.test["id"].tolist()
     assert sorted(train + test) == list(range(rows))
     assert (train, test) == (sorted(train), sorted(test))
-    held_out = Counter(groups[row] for row in test)
-    for group, total in Counter(groups).items():
+    images = [cell["bytes"] for cell in pq.read_table(path / "train.parquet")["image"].to_pylist()]
+    held_out = Counter(group for group, _ in {(groups[row], images[row]) for row in test})
+    for group, total in Counter(group for group, _ in set(zip(groups, images, strict=True))).items():
         assert held_out[group] == total // 5
     assert got.train["label"].tolist() == [groups[row][1] for row in train]
     assert torch.equal(got.test["image"][3], chw(raw(path / "train.parquet", [test[3]])[0]))
@@ -200,7 +203,7 @@ def test_without_a_network_the_error_names_the_local_remedy(name, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match=r"data\.path=") as raised:
         sources.load(name)
-    assert sources.ALIASES.get(name, name) in one_line(raised)
+    assert origins.ALIASES.get(name, name) in one_line(raised)
 
 
 def test_hub_sets_come_through_the_alias_table_and_are_cached_by_fingerprint(monkeypatch):
@@ -343,7 +346,8 @@ def test_the_commonest_size_wins_and_the_test_split_follows_it(tmp_path):
 
 def test_height_and_width_are_not_swapped(tmp_path):
     pixels = noise(1, 8)[0][:4, :, :]  # 4 high, 8 wide
-    write(tmp_path / "train.parquet", image=[png(pixels)] * 5, label=[0] * 5)
+    for split, n in (("train", 4), ("test", 1)):
+        write(tmp_path / f"{split}.parquet", image=[png(pixels)] * n, label=[0] * n)
     got = sources.load("x", path=tmp_path)
     assert got.train["image"].shape == (4, 3, 4, 8)
     assert np.array_equal(got.train["image"][0].permute(1, 2, 0).numpy(), pixels)
@@ -352,7 +356,8 @@ def test_height_and_width_are_not_swapped(tmp_path):
 def test_shrinking_does_not_alias(tmp_path):
     stripes = np.zeros((32, 32, 3), dtype=np.uint8)
     stripes[:, ::2] = 255
-    write(tmp_path / "train.parquet", image=[png(stripes)] * 5, label=[0] * 5)
+    for split in ("train", "test"):
+        write(tmp_path / f"{split}.parquet", image=[png(stripes)], label=[0])
     got = sources.load("x", path=tmp_path, size=4).train["image"].int()
     assert (got - 127).abs().max() < 12  # without the wider filter a column is nearly black or white
 
@@ -368,14 +373,14 @@ def test_text_labels_give_sorted_names_and_whole_numbers_give_their_digits(tmp_p
     path = write(tmp_path / "a.parquet", image=five_images(), label=["zoo", "an_ant ", "zoo", "bee", "zoo"])
     with pytest.raises(UserError, match="too few images for a test split"):
         sources.load("x", path=path)
-    both = five_images() * 2
-    path = write(tmp_path / "a.parquet", image=both, label=["zoo", "an_ant ", "zoo", "bee", "zoo"] * 2)
+    many = [png(p) for p in noise(50)]
+    path = write(tmp_path / "a.parquet", image=many[:10], label=["zoo", "an_ant ", "zoo", "bee", "zoo"] * 2)
     got = sources.load("x", path=path)
     assert got.classes == ("an ant", "bee", "zoo")
     assert got.test["label"].tolist() == [2]
-    path = write(tmp_path / "c.parquet", image=both * 5, label=list("jihgfedcba") * 5)
+    path = write(tmp_path / "c.parquet", image=many, label=list("jihgfedcba") * 5)
     assert sources.load("x", path=path).classes == tuple("abcdefghij")
-    path = write(tmp_path / "b.parquet", image=both, label=[3] * 10)
+    path = write(tmp_path / "b.parquet", image=many[:10], label=[3] * 10)
     assert sources.load("x", path=path).classes == ("0", "1", "2", "3")
 
 
@@ -489,6 +494,89 @@ def test_an_empty_split_is_refused(tmp_path):
 def test_a_size_below_one_is_refused():
     with pytest.raises(UsageError, match=r"data\.size must be at least 1, not 0"):
         sources.load("digits", size=0)
+
+
+def test_an_image_that_comes_again_is_on_one_side_of_the_split_only(tmp_path):
+    """Ten different images of one class and five copies: the tests are the fifth and the tenth different one."""
+    order = [0, 1, 1, 2, 0, 3, 4, 5, 4, 6, 7, 8, 9, 4, 9]
+    pixels = noise(10)
+    path = write(tmp_path / "a.parquet", image=[png(pixels[i]) for i in order], label=[0] * 15)
+    got = sources.load("x", path=path)
+    assert [order[row] for row in got.test["id"]] == [4, 4, 9, 4, 9]
+    assert [order[row] for row in got.train["id"]] == [0, 1, 1, 2, 0, 3, 5, 6, 7, 8]
+    for i, number in enumerate(order):  # the same from files
+        (tmp_path / "set" / "a").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "set" / "a" / f"{i:02}.png").write_bytes(png(pixels[number]))
+    assert equal(sources.load("x", path=tmp_path / "set"), replace(got, classes=("a",)))
+
+
+def test_a_class_without_a_name_ends_in_one_line_that_says_where_and_what_to_do(tmp_path):
+    for blank in ("", "  ", "_"):
+        named = {"label": datasets.ClassLabel(names=["p", blank, "q"])}
+        path = write(tmp_path / "a.parquet", named, image=five_images(), label=[0, 2, 0, 1, 1])
+        with pytest.raises(UserError, match=r"class 1 in column 'label' of .*a\.parquet .*row 3 .*name it") as raised:
+            sources.load("x", path=path)
+        one_line(raised)
+    path = write(tmp_path / "b.parquet", named, image=five_images(), label=[0, 2, 0, 0, 0])  # nobody has it
+    with pytest.raises(UserError, match=r"class 1 .*has no name; name it"):
+        sources.load("x", path=path)
+    path = write(tmp_path / "c.parquet", image=five_images(), label=["p", "p", "p", " ", "q"])
+    with pytest.raises(UserError, match=r"class 0 .*row 3 is the first"):
+        sources.load("x", path=path)
+    assert not (store.cache_folder() / "decoded").exists()
+
+
+# --- domains ---------------------------------------------------------------------------------------------
+
+
+def test_domains_are_kept_by_sorted_names_whatever_the_column_holds(tmp_path):
+    named = {"domain": datasets.ClassLabel(names=["sketch", "photo"])}
+    images = [png(p) for p in noise(10)]
+    for features, values, names in (
+        (None, ["photo", "art_x"] * 5, ("art_x", "photo")),
+        (named, [1, 0] * 5, ("photo", "sketch")),
+        (None, [7, 12] * 5, ("12", "7")),
+    ):
+        path = write(tmp_path / "a.parquet", features, image=images, label=[0] * 10, domain=values)
+        got = sources.load("x", path=path)
+        assert got.domains == names
+        told = [named["domain"].names[v] if features else str(v) for v in values]
+        for part in (got.train, got.test):
+            assert part["domain"].dtype == torch.int64
+            assert [names[d] for d in part["domain"]] == [told[row] for row in part["id"]]
+        assert got.test["id"].tolist() == [8, 9]
+        assert equal(sources.load("x", path=path), got)  # from the cache
+
+
+def test_each_split_has_the_domains_that_it_says_and_names_are_of_both(tmp_path):
+    images = five_images()
+    write(tmp_path / "train.parquet", image=images, label=[0] * 5, domain=["b", "c", "b", "c", "c"])
+    write(tmp_path / "test.parquet", image=images[:2], label=[0, 0], domain=["d", "a"])
+    got = sources.load("x", path=tmp_path)
+    assert got.domains == ("a", "b", "c", "d")
+    assert got.train["domain"].tolist() == [1, 2, 1, 2, 2]
+    assert got.test["domain"].tolist() == [3, 0]
+    write(tmp_path / "test.parquet", image=images[:2], label=[0, 0])
+    got = sources.load("x", path=tmp_path)
+    assert got.domains == ("b", "c")
+    assert "domain" not in got.test
+    write(tmp_path / "train.parquet", image=images, label=[0] * 5)
+    got = sources.load("x", path=tmp_path)
+    assert got.domains == ()
+    assert "domain" not in got.train
+
+
+def test_rows_without_a_domain_and_columns_that_hold_something_else_are_named(tmp_path):
+    plain = {"image": five_images(), "label": [0] * 5}
+    for values in (["a", "b", None, "a", "a"], ["a", "b", " ", "a", "a"]):
+        with pytest.raises(UserError, match=r"row 2 of .* has no 'domain'; add it") as raised:
+            sources.load("x", path=write(tmp_path / "a.parquet", **plain, domain=values))
+        one_line(raised)
+    named = {"domain": datasets.ClassLabel(names=["a", "b"])}
+    with pytest.raises(UserError, match=r"row 4 of .* has no 'domain'"):
+        sources.load("x", path=write(tmp_path / "b.parquet", named, **plain, domain=[0, 0, 1, 1, 2]))
+    with pytest.raises(UserError, match=r"column 'domain' of .* holds double"):
+        sources.load("x", path=write(tmp_path / "c.parquet", **plain, domain=[0.5] * 5))
 
 
 # --- the cache -------------------------------------------------------------------------------------------

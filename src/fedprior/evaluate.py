@@ -17,11 +17,22 @@ PIXELS = 100 * 32 * 32  # of one batch: larger ones leave the CPU's cache (1.5 t
 class Evaluation(NamedTuple):
     correct: np.ndarray  # int64 [classes], test images of each class recognised
     total: np.ndarray  # int64 [classes], test images of each class
-    loss: float  # mean cross-entropy
+    loss: float  # mean cross-entropy over images
+    domain_correct: np.ndarray = np.empty(0, np.int64)  # int64 [domains], test images of each domain recognised
+    domain_total: np.ndarray = np.empty(0, np.int64)  # int64 [domains], test images of each domain
 
     @property
     def accuracy(self) -> float:
+        """Over all images; or the mean of the domains' accuracies, so that each domain counts alike (F2DC)."""
+        if len(self.domain_total):
+            return float(np.nanmean(self.per_domain))
         return float(self.correct.sum() / self.total.sum())
+
+    @property
+    def per_domain(self) -> np.ndarray:
+        """float64 [domains] in [0, 1]; NaN where the test set has no image of a domain."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(self.domain_correct / self.domain_total)
 
     @property
     def per_class(self) -> np.ndarray:
@@ -32,7 +43,7 @@ class Evaluation(NamedTuple):
 
 @torch.inference_mode()
 def evaluate(net: Net, weights: Tree, table: Table, classes: int) -> Evaluation:
-    """Top-1 accuracy of a model on a table of real images.
+    """Top-1 accuracy of a model on a table of real images; by domain too, where it has a column `domain`.
 
     Raises ValueError when the table is empty or holds a synthetic image.
     """
@@ -41,18 +52,21 @@ def evaluate(net: Net, weights: Tree, table: Table, classes: int) -> Evaluation:
     if table["synthetic"].any():
         raise ValueError("synthetic images must not enter an evaluation")
     size = max(1, PIXELS // table["image"][0, 0].numel())
-    correct = torch.zeros(classes, dtype=torch.int64, device=net.device)
+    hits = []
     loss = torch.zeros((), dtype=torch.float64, device=net.device)
     for image, label in zip(table["image"].split(size), table["label"].split(size), strict=True):
         logits = net(weights, image, train=False).logits
         loss += F.cross_entropy(logits, label, reduction="sum").double()
-        correct += hits(logits, label, classes)
-    total = table["label"].bincount(minlength=classes).cpu().numpy()
-    return Evaluation(correct.cpu().numpy(), total, float(loss) / len(table["label"]))
+        hits.append(logits.argmax(1) == label)
+    by_class = _counts(table["label"], torch.cat(hits), classes)
+    by_domain = _counts(table["domain"], torch.cat(hits)) if "domain" in table else ()
+    return Evaluation(*by_class, float(loss) / len(table["label"]), *by_domain)
 
 
-def hits(logits: Tensor, label: Tensor, classes: int) -> Tensor:
-    return label[logits.argmax(1) == label].bincount(minlength=classes)
+def _counts(group: Tensor, hits: Tensor, least: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """-> (hits, rows) of each group, int64 [groups]"""
+    rows = group.bincount(minlength=least)
+    return group[hits].bincount(minlength=len(rows)).cpu().numpy(), rows.cpu().numpy()
 
 
 def accuracy_by_client(per_class: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """What happens to a batch of images on its way into a net: whole uint8 tensors, no loop over images."""
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +14,26 @@ STATISTICS: dict[str, Statistics] = {  # per channel mean and standard deviation
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
     "cifar100": ((0.507, 0.487, 0.441), (0.267, 0.256, 0.276)),
 }
+IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+HALF: Statistics = ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+FINE_GRAINED = ("cub200", "flowers102", "cars196", "dogs120", "aircraft100")
+DIGIT = re.compile(r"(.*\b(number|digit) )?(\d|zero|one|two|three|four|five|six|seven|eight|nine)")
+
+
+def statistics(name: str, domains: Sequence[str]) -> Statistics:
+    """Means and standard deviations for a data set, as FedDifRC's code has them: those of STATISTICS for a name in
+    there, ImageNet's for fine-grained sets and sets with domains, else 0.5. (For aircraft that code takes SVHN's,
+    which do not fit its photographs.) Dashes, underscores and capitals in a name do not matter."""
+    plain = re.sub(r"[-_ ]", "", name.lower())
+    if plain in STATISTICS:
+        return STATISTICS[plain]
+    return IMAGENET if domains or plain in FINE_GRAINED else HALF
+
+
+def mirrors(classes: Sequence[str]) -> bool:
+    """Whether the mirror image of a class's image shows that class: not where all classes are digits, by names such
+    as "3", "three" or "street view house number 3"."""
+    return not all(DIGIT.fullmatch(name.strip().lower()) for name in classes)
 
 
 def normalise(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

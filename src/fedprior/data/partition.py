@@ -1,4 +1,4 @@
-"""How rows are given to clients: pure functions of (labels, clients, seed, parameters).
+"""How rows are given to clients: pure functions of (labels or domains, clients, seed, parameters).
 
 Every scheme ends after a fixed number of draws. Where clients come out smaller than `min_size`, the fewest
 rows needed move from the largest clients, deterministically; the partition says how many. Schemes whose point
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .. import seeds, store
 from ..errors import UsageError, UserError, unknown
 
 DRAWS = 10  # at most; then repair
+SLACK = 1e-6  # rows: 0.29 x 100 is 29
 
 Groups = list[np.ndarray]
 
@@ -35,6 +36,14 @@ def _number(key: str, value: Any, most: float) -> None:
         raise UsageError(f"{key} must be a number above 0 and at most {most:g}, e.g. 0.1, not {value}")
 
 
+class Columns(NamedTuple):
+    """What a scheme sees of the data."""
+
+    labels: np.ndarray  # int64 [n]
+    domains: np.ndarray  # int64 [n]; [0] where the data have none
+    names: tuple[str, ...]  # of the domains, by number
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scheme(ABC):
     """One way to split, with its parameters as fields. Raises UsageError for a value out of range."""
@@ -42,14 +51,15 @@ class Scheme(ABC):
     min_size: int = 1  # rows; 0 allows empty clients
 
     partial: ClassVar[bool] = False  # may leave rows out
-    exact: ClassVar[bool] = False  # repair would give a client classes that it must not hold
+    exact: ClassVar[bool] = False  # repair would give a client classes or domains that it must not hold
+    needs_domains: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         _whole("partition.min_size", self.min_size, 0)
 
     @abstractmethod
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        """Row numbers of each client, for labels int64 [n] and `clients` between 1 and n."""
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        """Row numbers of each client, for n rows of data and `clients` between 1 and n."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +162,22 @@ def load(path: Path) -> Partition:
     return found
 
 
-def partition(name: str, labels: Any, clients: int, seed: int, **parameters: Any) -> Partition:
+def partition(
+    name: str,
+    labels: Any,
+    clients: int,
+    seed: int,
+    *,
+    domains: Any = None,
+    domain_names: Sequence[str] = (),
+    **parameters: Any,
+) -> Partition:
     """A partition by the scheme's name, e.g. partition("dirichlet", labels, 100, 0, alpha=0.1).
 
-    `labels` is [n] class numbers. The result is a function of the arguments alone. Raises UsageError for an
-    unknown name or parameter or a value out of range, UserError when the data cannot be split so.
+    `labels` is [n] class numbers, `domains` [n] numbers of domains (only `domains` deals by them), `domain_names`
+    what the numbers mean; they are their own names where it is left out. The result is a function of the arguments
+    alone. Raises UsageError for an unknown name or parameter or a value out of range, UserError when the data cannot
+    be split so.
     """
     if name not in PARTITIONS:
         raise unknown("partition", name, PARTITIONS)
@@ -164,20 +185,22 @@ def partition(name: str, labels: Any, clients: int, seed: int, **parameters: Any
     for key in parameters:
         if key not in known:
             raise unknown(f"parameter of {name}", key, known)
-    return split(PARTITIONS[name](**parameters), labels, clients, seed)
+    return split(PARTITIONS[name](**parameters), labels, clients, seed, domains, domain_names)
 
 
-def split(scheme: Scheme, labels: Any, clients: int, seed: int) -> Partition:
+def split(
+    scheme: Scheme, labels: Any, clients: int, seed: int, domains: Any = None, domain_names: Sequence[str] = ()
+) -> Partition:
     """A partition by a scheme of PARTITIONS; see `partition`."""
     _whole("clients", clients, 1)
     _whole("seed", seed, 0)
-    y = _class_numbers(labels)
+    y = _numbers("labels", "class", labels)
     if clients > len(y):
         raise UserError(f"clients={clients} is more than the {len(y)} rows; use fewer clients")
     name = next(n for n, cls in PARTITIONS.items() if cls is type(scheme))
     # 1 and 1.0 are the same alpha, so they have the same digest
-    values = {f.name: (float if f.type is float else int)(getattr(scheme, f.name)) for f in fields(scheme)}
-    groups = _draw(scheme, y, clients, seed)
+    values = {f.name: _plain(getattr(scheme, f.name), whole=f.type is int) for f in fields(scheme)}
+    groups = _draw(scheme, _columns(name, scheme, y, domains, domain_names), clients, seed)
     held, smallest = sum(map(len, groups)), min(map(len, groups))
     if scheme.min_size * clients > held or (scheme.exact and smallest < scheme.min_size):
         told = ", ".join(f"{k}={v}" for k, v in values.items())
@@ -197,20 +220,40 @@ def split(scheme: Scheme, labels: Any, clients: int, seed: int) -> Partition:
     )
 
 
-def _class_numbers(labels: Any) -> np.ndarray:
+def _plain(value: Any, whole: bool) -> int | float | str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return int(value) if whole else float(value)
+
+
+def _columns(name: str, scheme: Scheme, labels: np.ndarray, domains: Any, names: Sequence[str]) -> Columns:
+    if domains is None:
+        if scheme.needs_domains:
+            raise UserError(f"partition={name} needs data with a column 'domain'; choose another partition=")
+        return Columns(labels, np.empty(0, np.int64), ())
+    d = _numbers("domains", "domain", domains)
+    if len(d) != len(labels):
+        raise UserError(f"there are {len(d)} domain numbers for {len(labels)} labels; give one a row")
+    known = int(d.max(initial=-1)) + 1
+    if names and len(names) < known:
+        raise UserError(f"domain number {known - 1} has no name among {', '.join(names)}; name them all")
+    return Columns(labels, d, tuple(names) or tuple(str(i) for i in range(known)))
+
+
+def _numbers(what: str, kind: str, values: Any) -> np.ndarray:
     """int64 [n]"""
-    y = np.asarray(labels)
+    y = np.asarray(values)
     if y.ndim != 1 or (len(y) and (y.dtype.kind not in "iu" or y.min() < 0)):
-        raise UserError(f"labels must be one class number 0, 1, ... a row, not {y.dtype} {list(y.shape)}")
+        raise UserError(f"{what} must be one {kind} number 0, 1, ... a row, not {y.dtype} {list(y.shape)}")
     return y.astype(np.int64)
 
 
-def _draw(scheme: Scheme, labels: np.ndarray, clients: int, seed: int) -> Groups:
+def _draw(scheme: Scheme, data: Columns, clients: int, seed: int) -> Groups:
     """The first of at most DRAWS draws that reaches the minimum size, else the one with the fewest rows lacking."""
     best: Groups = []
     fewest = math.inf
     for attempt in range(DRAWS):
-        groups = scheme.assign(labels, clients, seeds.stream(seed, "partition", attempt))
+        groups = scheme.assign(data, clients, seeds.stream(seed, "partition", attempt))
         lacking = sum(max(0, scheme.min_size - len(g)) for g in groups)
         if lacking < fewest:
             best, fewest = groups, lacking
@@ -265,16 +308,16 @@ def join(pieces: list[Groups], clients: int) -> Groups:
 class Iid(Scheme):
     """Shuffled rows in pieces whose sizes differ by at most one."""
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        return np.array_split(rng.permutation(len(labels)), clients)
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        return np.array_split(rng.permutation(len(data.labels)), clients)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dirichlet(_Skewed):
     """Per class: each class is cut over the clients by Dir(alpha), sizes as they come (NID1 of FedDifRC's paper)."""
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        pieces = [cut(rows, dirichlet(rng, self.alpha, clients)) for rows in by_class(labels, rng)]
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        pieces = [cut(rows, dirichlet(rng, self.alpha, clients)) for rows in by_class(data.labels, rng)]
         return join(pieces, clients)
 
 
@@ -288,8 +331,8 @@ class DirichletBalanced(_Skewed):
 
     min_size: int = 15
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        return capped(by_class(labels, rng), clients, len(labels) / clients, self.alpha, rng)
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        return capped(by_class(data.labels, rng), clients, len(data.labels) / clients, self.alpha, rng)
 
 
 def capped(classes: Groups, clients: int, cap: float, alpha: float, rng: np.random.Generator) -> Groups:
@@ -313,12 +356,12 @@ class DirichletClient(_Skewed):
     The form of Hsu et al. (2019, arXiv:1909.06335) and TensorFlow Federated.
     """
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        stock = by_class(labels, rng)
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        stock = by_class(data.labels, rng)
         left = np.array([len(s) for s in stock])
         mixes = np.stack([dirichlet(rng, self.alpha, len(stock)) for _ in range(clients)])
-        goals = [len(part) for part in np.array_split(labels, clients)]
-        groups: Groups = [labels[:0]] * clients
+        goals = [len(part) for part in np.array_split(data.labels, clients)]
+        groups: Groups = [data.labels[:0]] * clients
         # those who choose last take what is left, so who that is falls by lot
         for k in rng.permutation(clients):
             ends = left - self.draw(mixes[k], left, goals[k], rng)
@@ -349,10 +392,10 @@ class Nid1Official(_Skewed):
         super().__post_init__()
         _whole("partition.group", self.group, 1)
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
         order: Groups = []
-        for rows in np.array_split(rng.permutation(len(labels)), -(-clients // self.group)):
-            order += self.one_group(labels, rows, rng)
+        for rows in np.array_split(rng.permutation(len(data.labels)), -(-clients // self.group)):
+            order += self.one_group(data.labels, rows, rng)
         return np.array_split(np.concatenate(order), clients)
 
     def one_group(self, labels: np.ndarray, rows: np.ndarray, rng: np.random.Generator) -> Groups:
@@ -388,9 +431,9 @@ class Nid2(Scheme):
         _whole("partition.n_single", self.n_single, 0)
         _whole("partition.n_full", self.n_full, 1)  # else a class could be left without a client
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
         single = self.singles(clients)
-        stock = by_class(labels, rng)
+        stock = by_class(data.labels, rng)
         owner = rng.permutation(len(stock))[np.arange(single) % len(stock)]  # the class of each single client
         pieces: list[Groups] = []
         for c, rows in enumerate(stock):
@@ -421,8 +464,8 @@ class Shards(Scheme):
         super().__post_init__()
         _whole("partition.per_client", self.per_client, 1)
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        order = np.concatenate(by_class(labels, rng))
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        order = np.concatenate(by_class(data.labels, rng))
         shards = np.array_split(order, clients * self.per_client)
         deal = rng.permutation(len(shards)).reshape(clients, self.per_client)
         return [np.concatenate([shards[i] for i in hand]) for hand in deal]
@@ -442,8 +485,8 @@ class Pathological(Scheme):
         super().__post_init__()
         _whole("partition.k", self.k, 1)
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        stock = by_class(labels, rng)
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        stock = by_class(data.labels, rng)
         if self.k > len(stock):
             raise UsageError(f"partition.k={self.k} is more than the {len(stock)} classes; use at most {len(stock)}")
         holders = np.zeros(len(stock), dtype=np.int64)
@@ -456,8 +499,8 @@ class Pathological(Scheme):
             if len(rows) < holders[c]:
                 raise UserError(
                     f"partition=pathological with partition.k={self.k} and clients={clients} gives class "
-                    f"{labels[rows[0]]} to {holders[c]} clients, but it has only {len(rows)} rows; lower partition.k "
-                    "or clients"
+                    f"{data.labels[rows[0]]} to {holders[c]} clients, but it has only {len(rows)} rows; lower "
+                    "partition.k or clients"
                 )
         pieces = [list(np.array_split(s, max(1, n))) for s, n in zip(stock, holders.tolist(), strict=True)]
         return [np.concatenate([pieces[c].pop() for c in hand]) for hand in hands]
@@ -467,8 +510,8 @@ class Pathological(Scheme):
 class Quantity(_Skewed):
     """Sizes from Dir(alpha), class mix alike (NIID-Bench's quantity skew)."""
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        return cut(rng.permutation(len(labels)), dirichlet(rng, self.alpha, clients))
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        return cut(rng.permutation(len(data.labels)), dirichlet(rng, self.alpha, clients))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -484,9 +527,9 @@ class LongTail(_Skewed):
         super().__post_init__()
         _number("partition.imbalance", self.imbalance, most=1)
 
-    def assign(self, labels: np.ndarray, clients: int, rng: np.random.Generator) -> Groups:
-        classes = by_class(labels, rng)
-        keep = long_tail(len(labels), len(classes), self.imbalance)
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        classes = by_class(data.labels, rng)
+        keep = long_tail(len(data.labels), len(classes), self.imbalance)
         pieces = [cut(rows[:n], dirichlet(rng, self.alpha, clients)) for rows, n in zip(classes, keep, strict=True)]
         return join(pieces, clients)
 
@@ -494,6 +537,106 @@ class LongTail(_Skewed):
 def long_tail(rows: int, classes: int, imbalance: float) -> list[int]:
     """Rows that each class keeps."""
     return [int(rows / classes * imbalance ** (c / max(1, classes - 1))) for c in range(classes)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domains(Scheme):
+    """Each client holds rows of one domain, dealt at random, so in the domain's own mix of classes.
+
+    `assignment` says who: "random" gives every domain a client and draws the others' domains; "even" gives all
+    domains as many clients, give or take one; counts such as "caltech10:3,amazon:2,webcam:2,dslr:3" are taken in
+    this order. `fraction` is the share of its domain's rows that a client gets; None shares out all of them. This is
+    the multi-domain setting of F2DC, FedDifRC's successor: 10 clients, 1 % of the digits each, Office-Caltech by the
+    counts above.
+    """
+
+    assignment: str = "random"
+    fraction: float | None = None
+
+    partial: ClassVar[bool] = True
+    exact: ClassVar[bool] = True
+    needs_domains: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.assignment, str):
+            raise UsageError(f"partition.assignment must be a text such as random, not {self.assignment}")
+        if self.fraction is not None:
+            _number("partition.fraction", self.fraction, most=1)
+
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        owners = self.owners(data, clients, rng)
+        groups: Groups = [data.domains[:0]] * clients
+        for d in np.unique(owners):
+            rows, holders = rng.permutation(np.flatnonzero(data.domains == d)), np.flatnonzero(owners == d)
+            for k, part in zip(holders, self.cut(rows, len(holders), data.names[d]), strict=True):
+                groups[k] = part
+        return groups
+
+    def owners(self, data: Columns, clients: int, rng: np.random.Generator) -> np.ndarray:
+        """The domain of each client, int64 [clients]; only domains that have rows."""
+        present = np.unique(data.domains)
+        if clients < len(present):
+            names = ", ".join(data.names[d] for d in present)
+            raise UsageError(
+                f"clients={clients} is less than the {len(present)} domains ({names}), which need a client each; "
+                "raise clients"
+            )
+        if self.assignment == "random":
+            return rng.permutation(np.concatenate([present, rng.choice(present, clients - len(present))]))
+        if self.assignment == "even":
+            return np.sort(rng.permutation(present)[np.arange(clients) % len(present)])  # who gets one more: by lot
+        number = {data.names[d]: d for d in present}
+        counts = self.counts(sorted(number))
+        if sum(counts.values()) != clients:
+            raise UsageError(
+                f"partition.assignment={self.assignment} makes {sum(counts.values())} clients, not clients={clients}; "
+                "make them agree"
+            )
+        return np.array([number[name] for name, n in counts.items() for _ in range(n)])
+
+    def counts(self, names: Sequence[str]) -> dict[str, int]:
+        """The clients of each domain, as written."""
+        out: dict[str, int] = {}
+        example = ",".join(f"{name}:2" for name in names)
+        for word in self.assignment.split(","):
+            name, _, count = (part.strip() for part in word.rpartition(":"))
+            if not name:
+                raise UsageError(
+                    f"partition.assignment={self.assignment} is neither random nor even nor counts of clients; "
+                    f"write for example {example}"
+                )
+            if name not in names:
+                raise unknown("domain in partition.assignment", name, names)
+            if name in out or not count.isdecimal() or int(count) < 1:
+                raise UsageError(
+                    f"partition.assignment={self.assignment} does not give '{name}' one number of clients of at least "
+                    f"1; write for example {example}"
+                )
+            out[name] = int(count)
+        if absent := [name for name in names if name not in out]:
+            raise UsageError(
+                f"partition.assignment={self.assignment} leaves out {', '.join(absent)}; name every domain, for "
+                f"example {example}"
+            )
+        return out
+
+    def cut(self, rows: np.ndarray, holders: int, name: str) -> Groups:
+        """The shuffled rows of a domain, for those who hold it."""
+        if self.fraction is None:
+            return np.array_split(rows, holders)
+        if self.fraction * holders > 1 + SLACK:
+            raise UsageError(
+                f"partition.fraction={self.fraction:g} for each of {holders} clients is more than all rows of domain "
+                f"'{name}'; use at most {math.floor(1000 / holders) / 1000:g}, or fewer clients"
+            )
+        each = min(int(self.fraction * len(rows) + SLACK), len(rows) // holders)
+        if not each:
+            raise UserError(
+                f"partition.fraction={self.fraction:g} of the {len(rows)} rows of domain '{name}' is less than one "
+                f"row for each of {holders} clients; raise it or lower clients"
+            )
+        return [rows[k * each : (k + 1) * each] for k in range(holders)]
 
 
 PARTITIONS: dict[str, Any] = {  # classes of Scheme; their parameters differ, so no type says more
@@ -507,4 +650,5 @@ PARTITIONS: dict[str, Any] = {  # classes of Scheme; their parameters differ, so
     "pathological": Pathological,
     "quantity": Quantity,
     "longtail": LongTail,
+    "domains": Domains,
 }

@@ -1,18 +1,16 @@
-"""Data sets: the embedded digits, sets from the hub, and local copies, decoded once to uint8 images.
+"""Data sets decoded once to uint8 images: the embedded digits, and what `origins` finds.
 
 A set has training rows and test rows. Its own test split is the test; a set with one split is divided by a
 rule that draws nothing. Decoded sets are kept in the cache under a digest of what they were decoded from.
 """
 
 import hashlib
-import json
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,36 +18,25 @@ from torch import Tensor
 
 from fedprior import store
 from fedprior.data import table
+from fedprior.data.origins import EMBEDDED, Origin, Rows, hub, local, roles
 from fedprior.data.table import Table
 from fedprior.errors import UsageError, UserError, unknown
 
-ALIASES = {
-    "cifar10": "uoft-cs/cifar10",
-    "cifar100": "uoft-cs/cifar100",
-    "fashion_mnist": "zalando-datasets/fashion_mnist",
-    "mnist": "ylecun/mnist",
-    "pacs": "flwrlabs/pacs",
-    "tiny_imagenet": "zh-plus/tiny-imagenet",
-    "usps": "flwrlabs/usps",
-}
-EMBEDDED = "digits"
-TESTS = ("test", "valid", "validation", "val")  # in order of preference
-SPLITS = ("train", *TESTS)
-TEST_EVERY = 5  # of a set without a test split, this many rows of a class give one test row
-SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
-DECODER = "1"  # goes up when the same files would decode to other values
+TEST_EVERY = 5  # of a set without a test split, this many images of a class (and domain) give one test image
+DECODER = "2"  # goes up when the same files would decode to other values
 
 Size = tuple[int, int]  # width, height in pixels
 
 
 @dataclass(frozen=True)
 class Source:
-    """A decoded data set. Ids are unique over both tables."""
+    """A decoded data set. Ids are unique over both tables, which have a column `domain` where the data have one."""
 
     name: str
     train: Table  # images uint8 [n, 3, H, W]
     test: Table  # images of the same height and width
     classes: tuple[str, ...]  # readable names, by label
+    domains: tuple[str, ...] = ()  # names as in the data, sorted, by domain; empty without a column `domain`
 
 
 def load(
@@ -68,48 +55,28 @@ def load(
     `size` they are resized to [size, size], else all to the commonest size of the training split (the
     largest of equally common ones).
 
-    Where there is no split named test, valid, validation or val, every fifth row of each class (and domain,
-    if there is a column `domain`) is a test row. The decoded set is cached.
+    Where there is no split named test, valid, validation or val, every fifth image of each class (and domain,
+    if there is a column `domain`) is a test image; one that comes twice is in one of the parts only. The decoded
+    set is cached.
 
     Raises UsageError for an unknown name or column and a bad size, UserError for data that cannot be
-    reached, read or decoded.
+    reached, read or decoded, and for a class without a name.
     """
     if size is not None and size < 1:
         raise UsageError(f"data.size must be at least 1, not {size}")
     if path is None and name == EMBEDDED:
         return _embedded(image, label, size)
-    origin = _hub(name) if path is None else _local(Path(path).expanduser())
-    train, test = _roles(origin)
+    origin = hub(name) if path is None else local(Path(path).expanduser())
+    train, test = roles(origin)
     content = [origin.digest(split) if split else "" for split in (train, test)]
     key = store.digest(DECODER, _pillow(), *content, image or "", label or "", str(size or ""))
     file = store.cache_folder() / "decoded" / f"{key}.safetensors"
-    decoded, built = store.read_or_rebuild(file, _read, lambda: _decode(origin, train, test, image, label, size))
+    found, built = store.read_or_rebuild(
+        file, lambda file: _read(file, name), lambda: _decode(name, origin, train, test, image, label, size)
+    )
     if built:
-        _write(file, decoded)
-    return Source(name, decoded.train, decoded.test, decoded.classes)
-
-
-class _Decoded(NamedTuple):
-    train: Table
-    test: Table
-    classes: tuple[str, ...]
-
-
-class _Rows(NamedTuple):
-    """A split before decoding."""
-
-    columns: Any  # pyarrow.Table
-    features: Any  # datasets.Features
-    where: str  # for messages
-
-
-class _Origin(NamedTuple):
-    """Where splits come from."""
-
-    where: str
-    splits: tuple[str, ...]
-    digest: Callable[[str], str]  # of a split's content
-    read: Callable[[str], _Rows]
+        _write(file, found)
+    return found
 
 
 def _embedded(image: str | None, label: str | None, size: int | None) -> Source:
@@ -123,183 +90,47 @@ def _embedded(image: str | None, label: str | None, size: int | None) -> Source:
     return Source(EMBEDDED, train, test, digits.CLASSES)
 
 
-def _hub(name: str) -> _Origin:
-    hub_id = ALIASES.get(name, name)
-    if "/" in name and Path(name).exists():
-        raise UsageError(f"'{name}' is a local path; give it as data.path={name}")
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
-        raise unknown("data set", name, [EMBEDDED, *ALIASES])
-    import datasets
-    from huggingface_hub.utils import logging as hub_logging
-
-    verbosity = hub_logging.get_verbosity()
-    hub_logging.set_verbosity_error()  # it reports every retry; the error below says it once
-    try:
-        found = datasets.load_dataset(hub_id)
-    except Exception as error:  # every layer of the client has its own kinds, and the remedy is the same for all
-        reason = str(error).partition("\n")[0].strip().rstrip(".") or type(error).__name__
-        raise UserError(
-            f"cannot get data set '{hub_id}' from the hub ({reason}); "
-            "check the name and the network, or give a local copy with data.path="
-        ) from None
-    finally:
-        hub_logging.set_verbosity(verbosity)
-    return _Origin(
-        where=hub_id,
-        splits=tuple(found),
-        digest=lambda split: str(found[split]._fingerprint),
-        read=lambda split: _from_dataset(found[split], f"{split} of {hub_id}"),
-    )
-
-
-def _local(path: Path) -> _Origin:
-    if not path.exists():
-        raise UserError(f"data.path={path}: there is no such file or folder")
-    if path.is_file():
-        if path.suffix != ".parquet":
-            raise UserError(f"data.path={path} is not a parquet file; give one, or a folder")
-        return _parquet(path, {"train": [path]})
-    if (path / "dataset_dict.json").exists():
-        try:
-            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path / 'dataset_dict.json'} is damaged; save the data set again") from None
-        return _saved(path, {split: path / split for split in splits})
-    if (path / "state.json").exists():
-        return _saved(path, {"train": path})
-    shards: dict[str, list[Path]] = {}
-    for file in sorted(path.glob("*.parquet")) or sorted((path / "data").glob("*.parquet")):  # a clone of a hub set
-        split = re.sub(r"-\d+-of-\d+$", "", file.stem)
-        shards.setdefault(split, []).append(file)
-    return _parquet(path, shards) if shards else _class_folders(path)
-
-
-def _parquet(path: Path, files: dict[str, list[Path]]) -> _Origin:
-    def read(split: str) -> _Rows:
-        import datasets
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            columns = pa.concat_tables([pq.ParquetFile(file).read() for file in files[split]])
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"cannot read {_first(files[split])}: {str(error).splitlines()[0]}") from None
-        return _Rows(columns, datasets.Features.from_arrow_schema(columns.schema), _first(files[split]))
-
-    return _Origin(str(path), tuple(files), lambda split: _file_digest(files[split], files[split][0].parent), read)
-
-
-def _saved(path: Path, folders: dict[str, Path]) -> _Origin:
-    def read(split: str) -> _Rows:
-        import datasets
-
-        try:
-            found = datasets.load_from_disk(str(folders[split]))
-        except (ValueError, OSError) as error:
-            raise UserError(f"cannot read {folders[split]}: {str(error).splitlines()[0]}") from None
-        return _from_dataset(found, str(folders[split]))
-
-    def digest(split: str) -> str:
-        return _file_digest([f for f in folders[split].rglob("*") if f.is_file()], folders[split])
-
-    return _Origin(str(path), tuple(folders), digest, read)
-
-
-def _class_folders(path: Path) -> _Origin:
-    below = [child.name for child in path.iterdir() if any(map(Path.is_dir, _children(child)))]
-    parts = {name: path / name for name in SPLITS if name in below} or {"train": path}
-    files = {split: _images(folder) for split, folder in parts.items()}
-    if not any(files.values()):
-        raise UserError(
-            f"data.path={path} has nothing to load; it needs <split>.parquet files, class folders with "
-            "images, or what save_to_disk wrote"
-        )
-
-    def read(split: str) -> _Rows:
-        import datasets
-        import pyarrow as pa
-
-        struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        images = pa.array([{"bytes": None, "path": str(file)} for file in files[split]], type=struct)
-        labels = pa.array([file.relative_to(parts[split]).parts[0] for file in files[split]], type=pa.string())
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-        return _Rows(pa.table({"image": images, "label": labels}), features, str(parts[split]))
-
-    return _Origin(str(path), tuple(parts), lambda split: _file_digest(files[split], parts[split]), read)
-
-
-def _children(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() and not folder.name.startswith(".") else []
-
-
-def _images(folder: Path) -> list[Path]:
-    return [
-        file
-        for child in _children(folder)
-        if child.is_dir() and not child.name.startswith(".")
-        for file in sorted(child.rglob("*"))
-        if file.suffix.lower() in SUFFIXES
-    ]
-
-
-def _from_dataset(found: Any, where: str) -> _Rows:
-    return _Rows(found.with_format("arrow")[:], found.features, where)
-
-
-def _first(files: Sequence[Path]) -> str:
-    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-
-
-def _file_digest(files: Iterable[Path], root: Path) -> str:
-    parts = []
-    for file in sorted(files):
-        with file.open("rb") as f:
-            parts += [file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()]
-    return store.digest(*parts)
-
-
-def _roles(origin: _Origin) -> tuple[str, str | None]:
-    """The names of the training and the test split; None for a test split that has to be made."""
-    tests = [split for split in TESTS if split in origin.splits]
-    if "train" in origin.splits:
-        return "train", tests[0] if tests else None
-    if len(origin.splits) == 1 and not tests:
-        return origin.splits[0], None
-    raise UserError(
-        f"{origin.where} has no split 'train', only {', '.join(origin.splits)}; "
-        "name the training file or folder 'train'"
-    )
-
-
 def _decode(
-    origin: _Origin, train: str, test: str | None, image: str | None, label: str | None, size: int | None
-) -> _Decoded:
+    name: str, origin: Origin, train: str, test: str | None, image: str | None, label: str | None, size: int | None
+) -> Source:
     rows = origin.read(train)
     image, label = _image_column(rows, image), _label_column(rows, image, label)
     labels, names = _labels(rows, label, None)
     shape = (size, size) if size is not None else _commonest_size(rows, image)
-    classes = tuple(name.replace("_", " ").strip() for name in names)
-    whole = table.make(_pixels(rows, image, shape), labels)
+    classes = _readable(names, labels, rows, label)
+    domains = _domains(rows)
     if test is None:
-        held_out = _every_fifth(labels, rows)
+        known = sorted(set(domains or ()))
+        whole = table.make(_pixels(rows, image, shape), labels, domain=_coded(domains, known))
+        held_out = _every_fifth(labels, domains, _encoded(rows.columns[image]))
         if not held_out.any():
             raise UserError(f"{rows.where} has too few images for a test split; add a file or folder named test")
         kept, taken = (table.take(whole, torch.nonzero(mask)[:, 0]) for mask in (~held_out, held_out))
-        return _Decoded(kept, taken, classes)
+        return Source(name, kept, taken, classes, tuple(known))
     others = origin.read(test)
     for kind, column in (("image column", image), ("label column", label)):
         _known(others, kind, column)
     other_labels, _ = _labels(others, label, names)
-    return _Decoded(whole, table.make(_pixels(others, image, shape), other_labels, first_id=len(labels)), classes)
+    other_domains = _domains(others)
+    known = sorted({*(domains or ()), *(other_domains or ())})
+    return Source(
+        name,
+        table.make(_pixels(rows, image, shape), labels, domain=_coded(domains, known)),
+        table.make(
+            _pixels(others, image, shape), other_labels, domain=_coded(other_domains, known), first_id=len(labels)
+        ),
+        classes,
+        tuple(known),
+    )
 
 
-def _known(rows: _Rows, kind: str, column: str) -> str:
+def _known(rows: Rows, kind: str, column: str) -> str:
     if column not in rows.columns.column_names:
         raise unknown(f"{kind} of {rows.where}", column, rows.columns.column_names)
     return column
 
 
-def _image_column(rows: _Rows, wanted: str | None) -> str:
+def _image_column(rows: Rows, wanted: str | None) -> str:
     import pyarrow as pa
 
     def holds_images(column: str) -> bool:
@@ -313,7 +144,7 @@ def _image_column(rows: _Rows, wanted: str | None) -> str:
     return wanted
 
 
-def _label_column(rows: _Rows, image: str, wanted: str | None) -> str:
+def _label_column(rows: Rows, image: str, wanted: str | None) -> str:
     import datasets
     import pyarrow as pa
 
@@ -327,7 +158,7 @@ def _label_column(rows: _Rows, image: str, wanted: str | None) -> str:
     return _only("label", usual[:1] or found, rows)
 
 
-def _only(kind: str, found: Sequence[str], rows: _Rows) -> str:
+def _only(kind: str, found: Sequence[str], rows: Rows) -> str:
     if len(found) == 1:
         return found[0]
     which = f"several {kind} columns ({', '.join(found)})" if found else f"no {kind} column"
@@ -347,7 +178,7 @@ def _is_binary(kind: Any) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _labels(rows: _Rows, column: str, expected: Sequence[str] | None) -> tuple[Tensor, Sequence[str]]:
+def _labels(rows: Rows, column: str, expected: Sequence[str] | None) -> tuple[Tensor, Sequence[str]]:
     """Labels int64 [n] and the class names; `expected` are those of the training split."""
     import datasets
     import pyarrow as pa
@@ -383,14 +214,63 @@ def _labels(rows: _Rows, column: str, expected: Sequence[str] | None) -> tuple[T
     return torch.from_numpy(coded), names
 
 
-def _every_fifth(labels: Tensor, rows: _Rows) -> Tensor:
-    """Which rows are test rows, bool [n]: the last of every five of a class (and domain), in order."""
-    domains = rows.columns["domain"].to_pylist() if "domain" in rows.columns.column_names else [None] * len(labels)
-    seen: Counter[tuple[int, object]] = Counter()
+def _readable(names: Sequence[str], labels: Tensor, rows: Rows, column: str) -> tuple[str, ...]:
+    """The class names as a person writes them. Prompts are made of them, so each class needs one."""
+    classes = tuple(name.replace("_", " ").strip() for name in names)
+    if "" in classes:
+        blank = classes.index("")
+        held = torch.nonzero(labels == blank).flatten().tolist()
+        seen = f" (row {held[0]} is the first that has it)" if held else ""
+        raise UserError(
+            f"class {blank} in column '{column}' of {rows.where} has no name{seen}; name it, drop its rows or choose "
+            "another column with data.label="
+        )
+    return classes
+
+
+def _domains(rows: Rows) -> list[str] | None:
+    """The name of each row's domain; None where there is no column `domain`."""
+    import datasets
+    import pyarrow as pa
+
+    if "domain" not in rows.columns.column_names:
+        return None
+    values, feature = rows.columns["domain"], rows.features["domain"]
+    if not (_is_text(values.type) or pa.types.is_integer(values.type)):
+        raise UserError(
+            f"column 'domain' of {rows.where} holds {values.type}, not text or whole numbers; correct or rename it"
+        )
+    numbered = isinstance(feature, datasets.ClassLabel) and pa.types.is_integer(values.type)
+    out = []
+    for row, value in enumerate(values.to_pylist()):
+        if numbered and value is not None:
+            value = feature.names[value] if 0 <= value < len(feature.names) else None
+        if value is None or not str(value).strip():
+            raise UserError(f"row {row} of {rows.where} has no 'domain'; add it, drop the row or rename the column")
+        out.append(str(value))
+    return out
+
+
+def _coded(domains: list[str] | None, names: list[str]) -> Tensor | None:
+    """Each row's number within `names`, int64 [n]."""
+    number = {name: i for i, name in enumerate(names)}
+    return None if domains is None else torch.tensor([number[name] for name in domains], dtype=torch.int64)
+
+
+def _every_fifth(labels: Tensor, domains: list[str] | None, images: Iterator[bytes | str | None]) -> Tensor:
+    """Which rows are test rows, bool [n]: the last of every five images of a class (and domain), in order. An image
+    that comes again goes where it went first, so that no part knows images of the other."""
+    groups = zip(labels.tolist(), domains or [""] * len(labels), strict=True)
+    seen: Counter[tuple[int, str]] = Counter()
+    part: dict[bytes, bool] = {}  # of the images so far
     out = torch.zeros(len(labels), dtype=torch.bool)
-    for row, group in enumerate(zip(labels.tolist(), domains, strict=True)):
-        seen[group] += 1
-        out[row] = seen[group] % TEST_EVERY == 0
+    for row, (group, image) in enumerate(zip(groups, images, strict=True)):
+        assert image is not None  # it was decoded before
+        content = hashlib.sha256(image if isinstance(image, bytes) else Path(image).read_bytes()).digest()
+        if content not in part:
+            seen[group] += 1
+            part[content] = seen[group] % TEST_EVERY == 0
+        out[row] = part[content]
     return out
 
 
@@ -408,7 +288,7 @@ def _encoded(column: Any) -> Iterator[bytes | str | None]:
             yield data.as_py() if data.is_valid else path.as_py()
 
 
-def _opened(rows: _Rows, column: str, use: Callable[[int, Any], None]) -> None:
+def _opened(rows: Rows, column: str, use: Callable[[int, Any], None]) -> None:
     """Calls `use(row, image)` for every row with the opened, not yet decoded image."""
     from PIL import Image, UnidentifiedImageError
 
@@ -427,13 +307,13 @@ def _opened(rows: _Rows, column: str, use: Callable[[int, Any], None]) -> None:
             ) from None
 
 
-def _commonest_size(rows: _Rows, column: str) -> Size:
+def _commonest_size(rows: Rows, column: str) -> Size:
     sizes: Counter[Size] = Counter()
     _opened(rows, column, lambda row, image: sizes.update([image.size]))
     return max(sizes, key=lambda size: (sizes[size], size[0] * size[1], size))
 
 
-def _pixels(rows: _Rows, column: str, size: Size) -> Tensor:
+def _pixels(rows: Rows, column: str, size: Size) -> Tensor:
     """All images, uint8 [n, 3, H, W]."""
     out = np.empty((len(rows.columns), 3, size[1], size[0]), dtype=np.uint8)
 
@@ -468,33 +348,14 @@ def _pillow() -> str:
     return PIL.__version__
 
 
-def _checksum(tensors: dict[str, Tensor], classes: str) -> str:
-    h = hashlib.sha256(classes.encode())
-    for name in sorted(tensors):
-        h.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode())
-        h.update(tensors[name].numpy().data)
-    return h.hexdigest()
-
-
-def _write(file: Path, decoded: _Decoded) -> None:
-    tensors = {f"{part}.{k}": v for part in ("train", "test") for k, v in getattr(decoded, part).items()}
-    classes = json.dumps(decoded.classes)
+def _write(file: Path, source: Source) -> None:
+    about = {"classes": source.classes, "domains": source.domains}
     try:
-        store.save_tensors(tensors, file, {"classes": classes, "digest": _checksum(tensors, classes)})
+        store.write_tree(file, {"train": source.train, "test": source.test}, about)
     except OSError as error:
         raise UserError(f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space") from None
 
 
-def _read(file: Path) -> _Decoded:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as f:
-            metadata, tensors = f.metadata() or {}, {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}") from None
-    classes = metadata.get("classes", "")
-    if metadata.get("digest") != _checksum(tensors, classes):
-        raise ValueError(f"{file} is damaged: its digest differs")
-    part = lambda name: {k.partition(".")[2]: v for k, v in tensors.items() if k.startswith(f"{name}.")}
-    return _Decoded(part("train"), part("test"), tuple(json.loads(classes)))
+def _read(file: Path, name: str) -> Source:
+    tables, about = store.read_tree(file)
+    return Source(name, tables["train"], tables["test"], tuple(about["classes"]), tuple(about["domains"]))

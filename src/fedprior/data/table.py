@@ -11,20 +11,25 @@ import torch
 from torch import Tensor
 
 Table = dict[str, Tensor]
-"""Columns of equal length: `image` uint8 [n, 3, H, W], `label` int64 [n], `synthetic` bool [n], `id` int64 [n]."""
+"""Columns of equal length: `image` uint8 [n, 3, H, W], `label` int64 [n], `synthetic` bool [n], `id` int64 [n], and
+where the data have domains `domain` int64 [n] (-1: of no domain)."""
 
 
-def make(image: Tensor, label: Tensor, *, synthetic: bool = False, first_id: int = 0) -> Table:
-    """A table from images uint8 [n, 3, H, W] and labels int64 [n]; ids count up from `first_id`."""
+def make(
+    image: Tensor, label: Tensor, *, domain: Tensor | None = None, synthetic: bool = False, first_id: int = 0
+) -> Table:
+    """A table from images uint8 [n, 3, H, W], labels int64 [n] and, where there are any, the numbers of domains
+    int64 [n]; ids count up from `first_id`."""
     n = len(label)
     if image.dtype != torch.uint8 or image.ndim != 4 or len(image) != n:
         raise ValueError(f"images must be uint8 [n, 3, H, W] with n = {n}, not {image.dtype} {list(image.shape)}")
-    return {
+    made = {
         "image": image,
         "label": label.long(),
         "synthetic": torch.full((n,), synthetic),
         "id": torch.arange(first_id, first_id + n),
     }
+    return made if domain is None else made | {"domain": domain.long()}
 
 
 def take(table: Table, rows: Tensor) -> Table:
@@ -64,10 +69,21 @@ class Federation:
     clients: tuple[Tensor, ...]  # row numbers of each client, int64 [n_k]
     test: Table
     classes: tuple[str, ...]
+    domains: tuple[str, ...] = ()  # names, by the numbers in the column `domain`; empty where there is none
     split: dict[str, object] = field(default_factory=dict)  # name, seed, parameters, digest of the partition
 
     def shard(self, client: int) -> Shard:
         return Shard(self.table, self.clients[client])
+
+    def domain_counts(self) -> np.ndarray:
+        """Rows of each domain at each client, int64 [clients, domains]; rows of no domain do not count."""
+        out = np.zeros((len(self.clients), len(self.domains)), dtype=np.int64)
+        if "domain" in self.table:
+            domain = self.table["domain"].cpu().numpy()
+            for k, rows in enumerate(self.clients):
+                held = domain[rows.cpu().numpy()]
+                out[k] = np.bincount(held[held >= 0], minlength=len(self.domains))
+        return out
 
     def counts(self, synthetic: bool | None = None) -> np.ndarray:
         """Rows of each class at each client, int64 [clients, classes]; all rows, or only (non-)synthetic ones."""
@@ -81,8 +97,11 @@ class Federation:
         return out
 
     def with_rows(self, extra: Table, rows: Sequence[Tensor]) -> "Federation":
-        """A federation with `extra` appended to the table; rows[k] are client k's numbers within `extra`."""
+        """A federation with `extra` appended to the table; rows[k] are client k's numbers within `extra`. Rows that
+        say no domain are of none."""
         offset = len(self.table["label"])
+        if "domain" in self.table and "domain" not in extra:
+            extra = extra | {"domain": torch.full_like(extra["label"], -1)}
         clients = tuple(torch.cat([old, new + offset]) for old, new in zip(self.clients, rows, strict=True))
         return replace(self, table=concat(self.table, extra), clients=clients)
 

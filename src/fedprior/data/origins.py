@@ -1,0 +1,196 @@
+"""Where data sets come from: the hub, parquet files, class folders, what `save_to_disk` wrote. Nothing is
+decoded here."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedprior import store
+from fedprior.errors import UsageError, UserError, unknown
+
+ALIASES = {
+    "cifar10": "uoft-cs/cifar10",
+    "cifar100": "uoft-cs/cifar100",
+    "fashion_mnist": "zalando-datasets/fashion_mnist",
+    "mnist": "ylecun/mnist",
+    "pacs": "flwrlabs/pacs",
+    "tiny_imagenet": "zh-plus/tiny-imagenet",
+    "usps": "flwrlabs/usps",
+}
+EMBEDDED = "digits"
+TESTS = ("test", "valid", "validation", "val")  # in order of preference
+SPLITS = ("train", *TESTS)
+SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+
+
+def alias(name: str) -> str:
+    """The short name of a hub id that has one, else the name itself."""
+    return next((short for short, hub_id in ALIASES.items() if hub_id == name), name)
+
+
+class Rows(NamedTuple):
+    """A split before decoding."""
+
+    columns: Any  # pyarrow.Table
+    features: Any  # datasets.Features
+    where: str  # for messages
+
+
+class Origin(NamedTuple):
+    """Where splits come from."""
+
+    where: str
+    splits: tuple[str, ...]
+    digest: Callable[[str], str]  # of a split's content
+    read: Callable[[str], Rows]
+
+
+def hub(name: str) -> Origin:
+    hub_id = ALIASES.get(name, name)
+    if "/" in name and Path(name).exists():
+        raise UsageError(f"'{name}' is a local path; give it as data.path={name}")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", hub_id):
+        raise unknown("data set", name, [EMBEDDED, *ALIASES])
+    import datasets
+    from huggingface_hub.utils import logging as hub_logging
+
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity_error()  # it reports every retry; the error below says it once
+    try:
+        found = datasets.load_dataset(hub_id)
+    except Exception as error:  # every layer of the client has its own kinds, and the remedy is the same for all
+        reason = str(error).partition("\n")[0].strip().rstrip(".") or type(error).__name__
+        raise UserError(
+            f"cannot get data set '{hub_id}' from the hub ({reason}); "
+            "check the name and the network, or give a local copy with data.path="
+        ) from None
+    finally:
+        hub_logging.set_verbosity(verbosity)
+    return Origin(
+        where=hub_id,
+        splits=tuple(found),
+        digest=lambda split: str(found[split]._fingerprint),
+        read=lambda split: _from_dataset(found[split], f"{split} of {hub_id}"),
+    )
+
+
+def local(path: Path) -> Origin:
+    if not path.exists():
+        raise UserError(f"data.path={path}: there is no such file or folder")
+    if path.is_file():
+        if path.suffix != ".parquet":
+            raise UserError(f"data.path={path} is not a parquet file; give one, or a folder")
+        return _parquet(path, {"train": [path]})
+    if (path / "dataset_dict.json").exists():
+        try:
+            splits = json.loads((path / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path / 'dataset_dict.json'} is damaged; save the data set again") from None
+        return _saved(path, {split: path / split for split in splits})
+    if (path / "state.json").exists():
+        return _saved(path, {"train": path})
+    shards: dict[str, list[Path]] = {}
+    for file in sorted(path.glob("*.parquet")) or sorted((path / "data").glob("*.parquet")):  # a clone of a hub set
+        split = re.sub(r"-\d+-of-\d+$", "", file.stem)
+        shards.setdefault(split, []).append(file)
+    return _parquet(path, shards) if shards else _class_folders(path)
+
+
+def _parquet(path: Path, files: dict[str, list[Path]]) -> Origin:
+    def read(split: str) -> Rows:
+        import datasets
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            columns = pa.concat_tables([pq.ParquetFile(file).read() for file in files[split]])
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"cannot read {_first(files[split])}: {str(error).splitlines()[0]}") from None
+        return Rows(columns, datasets.Features.from_arrow_schema(columns.schema), _first(files[split]))
+
+    return Origin(str(path), tuple(files), lambda split: _file_digest(files[split], files[split][0].parent), read)
+
+
+def _saved(path: Path, folders: dict[str, Path]) -> Origin:
+    def read(split: str) -> Rows:
+        import datasets
+
+        try:
+            found = datasets.load_from_disk(str(folders[split]))
+        except (ValueError, OSError) as error:
+            raise UserError(f"cannot read {folders[split]}: {str(error).splitlines()[0]}") from None
+        return _from_dataset(found, str(folders[split]))
+
+    def digest(split: str) -> str:
+        return _file_digest([f for f in folders[split].rglob("*") if f.is_file()], folders[split])
+
+    return Origin(str(path), tuple(folders), digest, read)
+
+
+def _class_folders(path: Path) -> Origin:
+    below = [child.name for child in path.iterdir() if any(map(Path.is_dir, _children(child)))]
+    parts = {name: path / name for name in SPLITS if name in below} or {"train": path}
+    files = {split: _images(folder) for split, folder in parts.items()}
+    if not any(files.values()):
+        raise UserError(
+            f"data.path={path} has nothing to load; it needs <split>.parquet files, class folders with "
+            "images, or what save_to_disk wrote"
+        )
+
+    def read(split: str) -> Rows:
+        import datasets
+        import pyarrow as pa
+
+        struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+        images = pa.array([{"bytes": None, "path": str(file)} for file in files[split]], type=struct)
+        labels = pa.array([file.relative_to(parts[split]).parts[0] for file in files[split]], type=pa.string())
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+        return Rows(pa.table({"image": images, "label": labels}), features, str(parts[split]))
+
+    return Origin(str(path), tuple(parts), lambda split: _file_digest(files[split], parts[split]), read)
+
+
+def _children(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.name.startswith(".") else []
+
+
+def _images(folder: Path) -> list[Path]:
+    return [
+        file
+        for child in _children(folder)
+        if child.is_dir() and not child.name.startswith(".")
+        for file in sorted(child.rglob("*"))
+        if file.suffix.lower() in SUFFIXES
+    ]
+
+
+def _from_dataset(found: Any, where: str) -> Rows:
+    return Rows(found.with_format("arrow")[:], found.features, where)
+
+
+def _first(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+
+
+def _file_digest(files: Iterable[Path], root: Path) -> str:
+    parts = []
+    for file in sorted(files):
+        with file.open("rb") as f:
+            parts += [file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()]
+    return store.digest(*parts)
+
+
+def roles(origin: Origin) -> tuple[str, str | None]:
+    """The names of the training and the test split; None for a test split that has to be made."""
+    tests = [split for split in TESTS if split in origin.splits]
+    if "train" in origin.splits:
+        return "train", tests[0] if tests else None
+    if len(origin.splits) == 1 and not tests:
+        return origin.splits[0], None
+    raise UserError(
+        f"{origin.where} has no split 'train', only {', '.join(origin.splits)}; "
+        "name the training file or folder 'train'"
+    )
