@@ -8,18 +8,20 @@ import torch
 
 from . import environment, nets
 from .config import Experiment, PriorChoice
-from .data import partition, sources
-from .data.augment import STATISTICS
+from .data import augment, origins, partition, sources
 from .data.table import Federation, Table
+from .data.validation import hold_out
 from .engines.serial import Serial
 from .errors import UsageError, UserError
+from .guide import Guide
 from .local import Worker, num_steps
 from .memory import ClientMemory
 from .net import Net
 from .prepare.balance import BalanceToMax, plan
 from .prepare.synthesis import Report, server_images, synthesise
-from .priors import prompts
+from .priors import features, prompts
 from .priors.diffusion import DiffusionPrior
+from .priors.encoder import ImageEncoder
 from .progress import Progress
 
 
@@ -37,14 +39,22 @@ def split(experiment: Experiment) -> Split:
         raise UserError(
             f"clients={experiment.clients} is more than the {len(labels)} training images; use fewer clients"
         )
-    parts = partition.split(experiment.partition, labels, experiment.clients, experiment.seed)
+    domains = source.train["domain"].numpy() if "domain" in source.train else None
+    parts = partition.split(experiment.partition, labels, experiment.clients, experiment.seed, domains, source.domains)
     federation = Federation(
         table=source.train,
         clients=tuple(torch.from_numpy(np.asarray(rows)) for rows in parts.clients),
         test=source.test,
         classes=source.classes,
+        domains=source.domains,
         split={"name": parts.name, "digest": parts.digest, "seed": experiment.seed},
     )
+    if experiment.validation:
+        federation = hold_out(federation, experiment.validation, experiment.seed)
+        if not len(federation.test["label"]):
+            raise UserError(
+                f"validation={experiment.validation} holds no row out at clients as small as these; raise it"
+            )
     return Split(federation, parts)
 
 
@@ -72,14 +82,31 @@ def prior_for(experiment: Experiment, federation: Federation, device: torch.devi
     return prior
 
 
+def build_guide(
+    experiment: Experiment, federation: Federation, device: torch.device, prior: DiffusionPrior | None = None
+) -> Guide | None:
+    """The experiment's guide, which has described nothing yet; None without one."""
+    config = experiment.guide
+    if config is None:
+        return None
+    prior = prior or prior_for(experiment, federation, device)
+    features.check(prior.pipeline, prior.name, config.timestep, tuple(config.wanted))
+    encoder = ImageEncoder.from_pretrained(config.encoder, device) if config.encoder else None
+    return Guide(config=config, prior=prior, classes=federation.classes, encoder=encoder)
+
+
 def images_for_server(
-    experiment: Experiment, federation: Federation, device: torch.device, progress: Progress
+    experiment: Experiment,
+    federation: Federation,
+    device: torch.device,
+    progress: Progress,
+    prior: DiffusionPrior | None = None,
 ) -> Table | None:
     """The prior's images that the method wants on the server; None where it wants none."""
     per_class = experiment.method.images
     if not per_class:
         return None
-    prior = prior_for(experiment, federation, device)
+    prior = prior or prior_for(experiment, federation, device)
     height, width = federation.table["image"].shape[2:]
     with progress.task(f"server's images from {prior.name}", per_class * len(federation.classes)) as update:
         images = server_images(
@@ -95,11 +122,15 @@ def images_for_server(
 
 
 def balance(
-    experiment: Experiment, federation: Federation, device: torch.device, progress: Progress
+    experiment: Experiment,
+    federation: Federation,
+    device: torch.device,
+    progress: Progress,
+    prior: DiffusionPrior | None = None,
 ) -> tuple[Federation, Report]:
     """The federation with the synthetic rows that the experiment's balance asks for."""
     assert experiment.balance is not None
-    prior = prior_for(experiment, federation, device)
+    prior = prior or prior_for(experiment, federation, device)
     templates = prompts.templates(experiment.balance.templates)
     words = [prompts.prompt(name, template) for name in federation.classes for template in templates]
     if cut := prior.truncated(words):
@@ -118,18 +149,24 @@ def balance(
         )
 
 
-def build_net(experiment: Experiment, federation: Federation, device: torch.device) -> Net:
+def build_net(experiment: Experiment, federation: Federation, device: torch.device, guide: Guide | None = None) -> Net:
     height, width = federation.test["image"].shape[2:]
     module = nets.build(experiment.net, len(federation.classes), size=(height, width), seed=experiment.seed)
     module = experiment.method.adapt(module, experiment.seed)
-    name = next((alias for alias, hub_id in sources.ALIASES.items() if hub_id == experiment.data.name), "")
-    mean, std = STATISTICS.get(name or experiment.data.name, ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    if guide is not None:
+        module = guide.adapt(module, experiment.seed)
+    mean, std = augment.statistics(origins.alias(experiment.data.name), federation.domains)
     return Net(module.to(device), mean, std, experiment.precision)
 
 
 def pool(federation: Federation) -> Federation:
     """All clients' rows at one client; a synthetic image that several drew counts once."""
     return replace(federation, clients=(torch.cat(federation.clients).unique(),))
+
+
+def gathered(experiment: Experiment, federation: Federation) -> Federation:
+    """The clients that train: one that holds everything, where all data lie in one place."""
+    return pool(federation) if experiment.method.pooled else federation
 
 
 def cohort_steps(experiment: Experiment, federation: Federation) -> int:
@@ -143,14 +180,19 @@ def cohort_steps(experiment: Experiment, federation: Federation) -> int:
 
 
 def build_engine(
-    experiment: Experiment, net: Net, federation: Federation, memory: ClientMemory | None = None
+    experiment: Experiment,
+    net: Net,
+    federation: Federation,
+    memory: ClientMemory | None = None,
+    guide: Guide | None = None,
 ) -> tuple[Serial, int]:
     """-> (engine, cohort size). Where all data lie in one place, one worker takes the whole cohort's steps."""
     method = experiment.method
     steps, epochs, cohort = experiment.steps, experiment.epochs, experiment.cohort
     if method.pooled:
         steps, epochs = cohort_steps(experiment, federation), None
-        federation, cohort = pool(federation), 1
+        cohort = 1
+    federation = gathered(experiment, federation)
     worker = Worker(
         net=net,
         method=method,
@@ -160,11 +202,13 @@ def build_engine(
         steps=steps,
         epochs=epochs,
         augment=experiment.augment,
+        flip=augment.mirrors(federation.classes),
         bn_stats=experiment.bn_stats,
         weight_by=experiment.weight_by,
         persist_optimizer=experiment.persist_optimizer,
         clip_gradient=experiment.clip_gradient,
         straggler_rate=0.0 if method.pooled else experiment.straggler_rate,
+        guide=guide,
         seed=experiment.seed,
     )
     engine = Serial(worker, federation, memory)

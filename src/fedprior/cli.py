@@ -169,12 +169,19 @@ def plan(
     print(f"{result['MB']:.3f} MB would travel, both directions and all rounds together.")
     if result["state_MB"]:
         print(f"Clients would remember {result['state_MB']:.1f} MB between rounds, and the disk hold up to twice that.")
+    if (described := result["descriptors"])["prompts"]:
+        what = f"{described['images']} images, {described['disk_MB']:.1f} MB on disk; {described['stored']} are there"
+        anew = described["passes"] and not described["images"]
+        print(
+            f"{described['passes']} passes of the UNet would describe images under {described['prompts']} prompts each "
+            f"({'anew as training goes on' if anew else what})."
+        )
     if "note" in result:
         print(f"The time for images is not known: {result['note']}")
     if result["seconds"] is not None:
         print(
-            f"About {clock(result['generation_seconds'])} for images and {clock(result['training_seconds'])} for "
-            "training, evaluation not counted."
+            f"About {clock(result['generation_seconds'])} for images, {clock(result['description_seconds'])} for "
+            f"descriptors and {clock(result['training_seconds'])} for training, evaluation not counted."
         )
     emit(result, as_json)
 
@@ -203,19 +210,52 @@ def generate(words: Words = None, as_json: Json = False) -> None:
     emit(result, as_json)
 
 
+@app.command()
+def describe(words: Words = None, as_json: Json = False) -> None:
+    """Compute the descriptors that a guided run would need, so that it starts at once. Can be stopped and go on."""
+    from . import assemble
+    from .progress import for_terminal
+
+    experiment = experiment_of(words)
+    if experiment.guide is None:
+        raise UsageError("nothing to describe with guide=none; add guide=feddifrc")
+    if experiment.guide.condition == "dynamic":
+        raise UsageError("with guide.condition=dynamic images are described as training goes on; nothing can be kept")
+    progress = for_terminal()
+    device = assemble.set_up(experiment)
+    federation, _ = assemble.split(experiment)
+    prior = assemble.prior_for(experiment, federation, device)
+    guide = assemble.build_guide(experiment, federation, device, prior)
+    assert guide is not None
+    if experiment.balance is not None:
+        federation, _ = assemble.balance(experiment, federation, device, progress, prior)
+    made = guide.describe(assemble.gathered(experiment, federation), progress)
+    folder = guide.describer.folder
+    print(f"{made} images described; the descriptors lie in {folder}.")
+    emit(
+        {"described": made, "width": guide.width, "prompts": len(guide.prompts_of(bytes(8), 0)), "folder": str(folder)},
+        as_json,
+    )
+
+
 @partition_app.command("show")
 def partition_show(words: Words = None, as_json: Json = False) -> None:
-    """The clients' class counts and what the split looks like in numbers."""
+    """The clients' class counts, their domains where there are any, and what the split looks like in numbers."""
     from . import assemble
 
     federation, parts = assemble.split(experiment_of(words))
-    counts = federation.counts()
+    counts, domains = federation.counts(), federation.domain_counts()
     shown = federation.classes if len(federation.classes) <= 12 else ()
+    held = [", ".join(f"{name} {n}" for name, n in zip(federation.domains, row, strict=True) if n) for row in domains]
     table(
         f"{parts.name}, {len(counts)} clients, digest {parts.digest[:12]}",
-        ["client", "rows", "classes", *shown],
+        ["client", "rows", "classes", *(["domains"] if federation.domains else []), *shown],
         [
-            [str(k), str(row.sum()), str((row > 0).sum()), *(str(n) for n in (row if shown else []))]
+            [
+                *(str(k), str(row.sum()), str((row > 0).sum())),
+                *([held[k]] if federation.domains else []),
+                *(str(n) for n in (row if shown else [])),
+            ]
             for k, row in enumerate(counts)
         ],
     )
@@ -223,7 +263,10 @@ def partition_show(words: Words = None, as_json: Json = False) -> None:
     overall = {k: v for k, v in statistics.items() if isinstance(v, int | float)}
     for key, value in overall.items():
         print(f"{key.replace('_', ' ')}: {value:g}")
-    emit({"name": parts.name, "digest": parts.digest, "statistics": statistics}, as_json)
+    result: dict[str, Any] = {"name": parts.name, "digest": parts.digest, "statistics": statistics}
+    if federation.domains:
+        result["domains"] = [dict(zip(federation.domains, row.tolist(), strict=True)) for row in domains]
+    emit(result, as_json)
 
 
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads; one is fastest for small priors.")]
@@ -305,6 +348,43 @@ def prior_check(
     if "size_MB" in result:
         print(f"The prior takes {result['size_MB']:.2f} MB.")
     emit(result, as_json)
+
+
+@prior_app.command("explain")
+def prior_explain(
+    source: Source,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
+    timesteps: Annotated[str, typer.Option(help="Noise levels to read at, with commas.")] = "1,50,100,200,300,500,999",
+    levels: Annotated[str, typer.Option(help="Up blocks to read, from 1, the coarsest.")] = "1,2,3,4",
+    images: Annotated[int, typer.Option(min=1, help="Training images to fit on, and test images to score on.")] = 1000,
+    out: Annotated[Path, typer.Option(help="Folder for explain.json and the figures.")] = Path("prior-explained"),
+    seed: Annotated[int, typer.Option(min=0, help="Of the images drawn and of what is fitted to them.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """What descriptors know of real images: classes told apart, and what a class prompt moves in them."""
+    from .priors import explain
+    from .progress import for_terminal
+
+    steps = explain.numbers(timesteps)
+    experiment = explain.experiment_of(source, words or [], levels, steps)
+    result = explain.explain(experiment, steps, images, out, seed, for_terminal())
+    rows, names = result["rows"], list(dict.fromkeys(row["level"] for row in result["rows"]))
+    for key, title in (("probe", "Linear probe, test accuracy"), ("purity", "k-means, purity")):
+        values = {(row["timestep"], row["level"]): percent(row[key]) for row in rows}
+        table(
+            f"{title}; raw pixels {percent(result['pixels'][key])}",
+            ["timestep", *(name if name == explain.JOINED else f"level {name}" for name in names)],
+            [[str(step), *(values[step, name] for name in names)] for step in steps],
+        )
+    shown = ("image", "prompt", "interaction", "own_nearest", "own_nearest_centred", "interaction_probe")
+    table(
+        f"Class prompts: parts of the variance; nearest to the own one (chance "
+        f"{percent(result['chance']['own_nearest'])}), as it is and centred; probe on the interaction",
+        ["t, level", "image", "prompt", "inter.", "nearest", "centred", "probe"],
+        [[f"{row['timestep']}, {row['level']}", *(percent(row[key]) for key in shown)] for row in rows],
+    )
+    print(f"Figures and numbers are in {out}")
+    emit(result | {"directory": str(out)}, as_json)
 
 
 @app.command()

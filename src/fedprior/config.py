@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hin
 from .aggregate import AGGREGATES, Mean
 from .data.partition import PARTITIONS
 from .errors import UsageError, unknown
+from .guide import GUIDES, FedDifRC
 from .local import WeightBy
 from .method import Method
 from .methods import METHODS, FedAvg
@@ -80,6 +81,8 @@ class Experiment:
     clip_update_norm: float | None = None  # a longer update is scaled down
     prior: PriorChoice | None = field(default_factory=PriorChoice)
     balance: Balance | None = None
+    guide: FedDifRC | None = None
+    validation: float = 0.0  # share of each client's rows that is held out and judged on in place of the test set
     seed: int = 0
     precision: Precision = "fp32"
     engine: Literal["serial"] = "serial"
@@ -123,6 +126,12 @@ class Experiment:
             raise UsageError(f"seed must be at least 0, not {self.seed}")
         if self.balance is not None and self.prior is None:
             raise UsageError("balance needs a prior; name one with prior=, or say balance=none")
+        if self.guide is not None and self.prior is None:
+            raise UsageError("guide needs a prior; name one with prior=, or say guide=none")
+        if self.guide is not None:
+            self._check_guide(self.guide)
+        if not 0 <= self.validation < 1:
+            raise UsageError(f"validation is a share of the rows from 0 to below 1, not {self.validation}")
         if self.method.images and self.prior is None:
             raise UsageError(f"method={CHOICES['method'].name_of(self.method)} needs a prior; name one with prior=")
         if self.method.images and self.bn_stats == "local":
@@ -142,6 +151,13 @@ class Experiment:
                 f"method={CHOICES['method'].name_of(self.method)} cannot have clip_update_norm: clients count on their "
                 "updates as they sent them; clip_gradient or max_update_norm may serve"
             )
+
+    def _check_guide(self, guide: FedDifRC) -> None:
+        name = CHOICES["method"].name_of(self.method)
+        if not guide.labels and type(self.method).loss is not Method.loss:
+            raise UsageError(f"guide.labels=false trains on the guide alone, but method={name} has a loss of its own")
+        if getattr(self.method, "option", "") == "I":
+            raise UsageError(f"method={name} with method.option=I knows no guide; use method.option=II")
 
 
 @dataclass(frozen=True)
@@ -174,8 +190,11 @@ CHOICES: dict[str, Choice] = {
     "schedule": _registry("schedule", SCHEDULES),
     "local": _registry("optimiser", OPTIMIZERS),
     "balance": _registry("balance", BALANCES),
+    "guide": _registry("guide", GUIDES),
 }
-OPTIONAL = ("prior", "balance")
+OPTIONAL = ("prior", "balance", "guide")
+SHORT = {"method=feddifrc": ("method=fedavg", "guide=feddifrc")}
+"""Words that stand for several: a guide goes with any method, and FedDifRC's paper takes FedAvg."""
 
 
 def keys(experiment: Experiment) -> list[str]:
@@ -197,7 +216,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     an unknown key (with the nearest ones) or a bad value.
     """
     pairs = []
-    for word in words:
+    for word in (w for given in words for w in SHORT.get(given, (given,))):
         key, equals, text = word.partition("=")
         if not equals or not key:
             raise UsageError(f"'{word}' is not of the form key=value")

@@ -14,6 +14,7 @@ from torch import Tensor
 from . import seeds, tree
 from .data.augment import crop_flip
 from .data.table import Shard, Table
+from .guide import Guide
 from .method import Context, Method, Result
 from .net import BNStats, Net, layout, split
 from .optim import Optimizer
@@ -47,11 +48,13 @@ class Worker:
     steps: int | None = None
     epochs: float | None = None
     augment: bool = False
+    flip: bool = True  # whether augmenting mirrors
     bn_stats: BNStats = "average"
     weight_by: WeightBy = "training"
     persist_optimizer: bool = False
     clip_gradient: float | None = None
     straggler_rate: float = 0.0
+    guide: Guide | None = None
     seed: int = 0
 
     @cached_property
@@ -92,18 +95,25 @@ class Worker:
         """One client's round -> (upload, memory). `memory` is {} at its first round."""
         ctx = self.open(down, memory)
         carry = self.init(ctx, memory)
+        columns: Tree = {}
+        if self.guide is not None:
+            shard, columns = self.guide.annotate(client, shard, ctx, memory, round)
         plan = self.plan(len(shard), round, client).to(shard.rows.device)
         scales = self.scales(len(shard), round, len(plan))
         crops = seeds.stream(self.seed, "augment", round, client)
+        lots = seeds.stream(self.seed, "negatives", round, client)
         total = torch.zeros((), device=self.net.device)
         with own_generator(seeds.number(self.seed, "dropout", round, client), self.net.device):
             for which, scale in zip(plan, scales, strict=True):
                 batch = shard.batch(which)
                 if self.augment:
-                    batch["image"] = crop_flip(batch["image"], rng=crops)
+                    batch["image"] = crop_flip(batch["image"], rng=crops, flip=self.flip)
+                if self.guide is not None:
+                    batch |= self.guide.draw(batch, lots)
                 carry, loss = self.step(carry, batch, ctx, scale)
                 total += loss
-        return self.finish(client, carry, scales, float(total) / len(plan), shard, ctx, down)
+        upload, memory = self.finish(client, carry, scales, float(total) / len(plan), shard, ctx, down)
+        return upload, memory | ({"guide": columns} if columns else {})
 
     def open(self, down: Tree, memory: Tree) -> Context:
         """What the client knows when its round begins."""
@@ -133,7 +143,10 @@ class Worker:
         before = carry["weights"]
         params = {k: p.detach().requires_grad_() for k, p in before["params"].items()}
         loss, out = self.method.loss(before | {"params": params}, batch, ctx)
-        grads = dict(zip(params, torch.autograd.grad(loss, list(params.values())), strict=True))
+        if self.guide is not None:
+            loss = self.guide.loss(loss, out, params, batch)
+        found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        grads = dict(zip(params, found, strict=True))
         with torch.no_grad():
             after: Tree = {}
             if self.method.mean_gradient:

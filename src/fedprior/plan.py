@@ -1,7 +1,7 @@
 """What an experiment would cost, before it runs: images, megabytes, seconds."""
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -9,10 +9,11 @@ import torch
 from . import assemble, tree
 from .aggregate import Mean
 from .config import Experiment
-from .data.table import Federation
+from .data.table import Federation, Shard
 from .engines.serial import Serial
 from .errors import UserError
 from .federate import begin
+from .guide import Guide
 from .method import Round
 from .prepare.balance import BalanceToMax
 from .prepare.balance import plan as plan_balance
@@ -31,7 +32,12 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     """
     device = assemble.set_up(experiment)
     federation, _ = assemble.split(experiment)
-    net = assemble.build_net(experiment, federation, device)
+    guide, note = None, ""
+    try:
+        guide = assemble.build_guide(experiment, federation, device)
+    except UserError as error:  # a prior that is not there yet must not hide the rest
+        note = str(error)
+    net = assemble.build_net(experiment, federation, device, guide)
     engine, cohort = assemble.build_engine(experiment, net, federation.to(device))
     out: dict[str, Any] = {"images": 0, "rows": 0, "per_class": dict.fromkeys(federation.classes, 0)}
     clients: list[dict[str, Any]] = []
@@ -57,17 +63,69 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
         "state_MB": state_MB(experiment, engine),
         "disk_MB": out["images"] * height * width * PNG_BYTES_PER_PIXEL / MB,
     }
-    seconds: dict[str, float | None] = {"generation_seconds": None, "training_seconds": None, "seconds": None}
+    described = descriptors(experiment, guide, federation, out["images"], cohort) if guide else NOTHING
+    out |= {"descriptors": described._asdict()}
+    seconds: dict[str, float | None] = dict.fromkeys(SECONDS)
     if calibrate:
         training = round(training_seconds(experiment, engine, cohort, real + synthetic), 1)
         seconds["training_seconds"] = training
         try:
             each = seconds_per_image(experiment, federation, device) if out["images"] else 0.0
-        except UserError as error:  # a prior that is not there yet must not hide the rest
-            return out | seconds | {"note": str(error)}
+        except UserError as error:
+            note = str(error)
+        if note:
+            return out | seconds | {"note": note}
         generation = round(each * out["images"], 1)
-        seconds |= {"generation_seconds": generation, "seconds": round(generation + training, 1)}
-    return out | seconds
+        describing = round(described.passes * seconds_per_pass(guide, federation), 1) if guide else 0.0
+        seconds |= {"generation_seconds": generation, "description_seconds": describing}
+        seconds["seconds"] = round(generation + describing + training, 1)
+    return out | seconds | ({"note": note} if note else {})
+
+
+SECONDS = ("generation_seconds", "description_seconds", "training_seconds", "seconds")
+
+
+class Descriptors(NamedTuple):
+    """What guidance asks of the prior."""
+
+    images: int  # to describe before round 1
+    stored: int  # described already
+    prompts: int  # of each image
+    passes: int  # of the UNet, in all
+    disk_MB: float  # of new descriptors
+
+
+NOTHING = Descriptors(0, 0, 0, 0, 0.0)
+
+
+def descriptors(experiment: Experiment, guide: Guide, federation: Federation, new: int, cohort: int) -> Descriptors:
+    """For the real rows and `new` images that are still to be made. With dynamic conditions nothing is kept: the
+    passes are those of all rounds."""
+    shards = [federation.shard(k) for k, rows in enumerate(federation.clients) if len(rows)]
+    prompts = len(guide.prompts_of(bytes(8), 0))
+    rows = sum(map(len, shards))
+    if guide.config.condition == "dynamic":
+        times = cohort * -(-experiment.rounds // guide.config.refresh_rounds) / len(shards)
+        passes = round(times * (rows + new) * prompts * guide.config.draws)
+        return Descriptors(0, 0, prompts, passes, 0.0)
+    lacking = len(guide.describer.missing(guide.describer.items(shards))) if prompts else 0
+    images = lacking + (new if prompts else 0)
+    size = images * prompts * guide.width * 2 / MB  # float16
+    return Descriptors(images, rows - lacking, prompts, images * prompts * guide.config.draws, size)
+
+
+def seconds_per_pass(guide: Guide, federation: Federation) -> float:
+    """By describing a few images, without axes."""
+    rows = torch.arange(CALIBRATION) % len(federation.table["label"])
+    items = guide.describer.items([Shard(federation.table, rows)])[0]
+    passes = sum(len(item.prompts) for item in items) * guide.config.draws
+    if not passes:
+        return 0.0
+    image = federation.table["image"][rows]
+    guide.describer.maps(image[:1], items[:1])  # the first call is slower
+    began = time.perf_counter()
+    guide.describer.maps(image, items)
+    return (time.perf_counter() - began) / passes
 
 
 def traffic_MB(experiment: Experiment, engine: Serial, cohort: int) -> float:

@@ -48,8 +48,8 @@ class Prepared(NamedTuple):
 def default_name(experiment: Experiment) -> str:
     """E.g. "digits-fedavg+max"."""
     parts = [experiment.data.name.replace("/", "-"), CHOICES["method"].name_of(experiment.method)]
-    extra = f"+{CHOICES['balance'].name_of(experiment.balance)}" if experiment.balance else ""
-    return "-".join(parts) + extra
+    extra = [CHOICES[key].name_of(value) for key in ("balance", "guide") if (value := getattr(experiment, key))]
+    return "+".join(["-".join(parts), *extra])
 
 
 def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | None = None) -> Outcome:
@@ -93,7 +93,10 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
 def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, progress: Progress) -> Prepared:
     """Data, prior's images, net and engine. What can fail without images fails before any is made."""
     real, parts = assemble.split(experiment)
-    net = assemble.build_net(experiment, real, device)
+    needed = experiment.balance or experiment.guide or experiment.method.images
+    prior = assemble.prior_for(experiment, real, device) if needed else None
+    guide = assemble.build_guide(experiment, real, device, prior)
+    net = assemble.build_net(experiment, real, device, guide)
     assemble.build_engine(experiment, net, real)
     if remark := experiment.method.remark(net):
         progress.say(f"net={experiment.net}: {remark}")
@@ -101,13 +104,15 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
         progress.say(f"net={experiment.net}: there is no batch norm in it, so bn_stats=local changes nothing")
     federation, synthesis = real, None
     if experiment.balance is not None:
-        federation, synthesis = assemble.balance(experiment, real, device, progress)
+        federation, synthesis = assemble.balance(experiment, real, device, progress, prior)
         progress.say(
             f"{synthesis.rows} synthetic rows at {len(real.clients)} clients from {synthesis.generated} new and "
             f"{synthesis.reused} stored images"
         )
-    images = assemble.images_for_server(experiment, real, device, progress)
-    engine, cohort = assemble.build_engine(experiment, net, federation.to(device), memory)
+    images = assemble.images_for_server(experiment, real, device, progress, prior)
+    if guide is not None:
+        guide.describe(assemble.gathered(experiment, federation), progress)
+    engine, cohort = assemble.build_engine(experiment, net, federation.to(device), memory, guide)
     return Prepared(parts, federation, images, synthesis, engine, cohort)
 
 
@@ -229,11 +234,14 @@ class Judge:
     scores are means over all clients with data.
     """
 
-    KEYS = ("accuracy", "loss", "clients", "per_class")
+    KEYS: tuple[str, ...] = ("accuracy", "loss", "clients", "per_class")
 
     def __init__(self, engine: Serial, federation: Federation, images: Table | None = None) -> None:
         self.engine, self.classes, self.images = engine, len(federation.classes), images
         self.test = engine.federation.test
+        self.domains = federation.domains if "domain" in self.test else ()
+        if self.domains:
+            self.KEYS = (*Judge.KEYS, "per_domain")
         self.counts = federation.counts(synthetic=False)
         self.own: dict[int, tuple[int | None, Evaluation]] = {}  # by client: the round its weights are from, and they
         self.rates: np.ndarray | None = None  # of the last evaluation, [classes] or [clients with data, classes]
@@ -271,12 +279,16 @@ class Judge:
     def summarise(self, seen: list[Evaluation], counts: np.ndarray) -> dict[str, Any]:
         assert self.rates is not None
         mean_rates = self.rates if self.rates.ndim == 1 else self.rates.mean(0)
-        return {
+        scores = {
             "accuracy": float(np.mean([e.accuracy for e in seen])),
             "loss": loss if np.isfinite(loss := float(np.mean([e.loss for e in seen]))) else None,
             "clients": client_accuracies(self.rates, counts),
             "per_class": [None if np.isnan(x) else float(x) for x in mean_rates],
         }
+        if not self.domains:
+            return scores
+        by_domain = zip(self.domains, np.mean([e.per_domain for e in seen], 0), strict=False)
+        return scores | {"per_domain": {name: float(x) for name, x in by_domain if not np.isnan(x)}}
 
 
 def finish(ready: Prepared, server: Server, judge: Judge, record: Record) -> None:
@@ -295,13 +307,13 @@ def finish(ready: Prepared, server: Server, judge: Judge, record: Record) -> Non
 
 
 def client_columns(federation: Federation, engine: Serial, judge: Judge) -> dict[str, Any]:
-    """One row a client: sizes, classes, and the last accuracy on the client's own mix of classes (of the global
-    model, or of the client's own); NaN for a client without data."""
+    """One row a client: sizes, classes, domains where there are any, and the last accuracy on the client's own mix of
+    classes (of the global model, or of the client's own); NaN for a client without data."""
     real, rows = federation.counts(synthetic=False), federation.counts()
     assert judge.rates is not None
     rates = np.full(real.shape, np.nan)
     rates[slice(None) if judge.rates.ndim == 1 or engine.worker.method.pooled else list(engine.clients)] = judge.rates
-    return {
+    columns = {
         "client": np.arange(len(real)),
         "real": real.sum(1),
         "synthetic": (rows - real).sum(1),
@@ -310,6 +322,7 @@ def client_columns(federation: Federation, engine: Serial, judge: Judge) -> dict
         "real_by_class": list(real),
         "accuracy": accuracy_by_client(rates, real),
     }
+    return columns | ({"real_by_domain": list(federation.domain_counts())} if federation.domains else {})
 
 
 def first_images(federation: Federation, synthetic: bool, per_class: int) -> dict[str, torch.Tensor]:

@@ -119,8 +119,11 @@ def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -
     save_tensors(flat, path, {"about": note, "order": order, "digest": _tree_digest(flat, note)})
 
 
-def read_tree(path: Path) -> tuple["Tree", dict[str, Any]]:
-    """-> (tree, about) as written. Raises ValueError or OSError for a file that is damaged or missing."""
+def read_tree(path: Path, copy: bool = True) -> tuple["Tree", dict[str, Any]]:
+    """-> (tree, about) as written. Raises ValueError or OSError for a file that is damaged or missing.
+
+    Without `copy` the tensors are the mapped file: they take no memory until they are used, and must not be written.
+    """
     from safetensors import SafetensorError, safe_open
 
     from . import tree
@@ -128,7 +131,8 @@ def read_tree(path: Path) -> tuple["Tree", dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as f:
             notes = f.metadata() or {}
-            flat = {name: f.get_tensor(name).clone() for name in json.loads(notes["order"])}
+            flat = {name: f.get_tensor(name) for name in json.loads(notes["order"])}
+            flat = {name: x.clone() for name, x in flat.items()} if copy else flat
             about = json.loads(notes["about"])
     except (SafetensorError, KeyError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None

@@ -16,6 +16,7 @@ from torch.nn.functional import interpolate
 
 from .. import store
 from ..errors import UsageError, UserError, unknown
+from . import features
 from .quiet import quiet
 
 STEPS, GUIDANCE = 20, 7.0  # Gen-FedSD, Table 6
@@ -50,6 +51,7 @@ class DiffusionPrior:
         self.steps, self.guidance, self.dtype, self.batch_size = steps, guidance, dtype, batch_size
         self.size = size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor  # native height and width
         self.defaults = defaults  # the checkpoint's fedprior.json; {} without one
+        self._texts: dict[str, Tensor] = {}  # encodings [tokens, width] of prompts met so far
 
     @classmethod
     def from_pretrained(
@@ -116,6 +118,56 @@ class DiffusionPrior:
         batches = [slice(i, i + self.batch_size) for i in starts]
         empty = torch.zeros((0, 3, *size), dtype=torch.uint8)
         return torch.cat([empty, *(self._batch(prompts[b], seeds[b], size) for b in batches)])
+
+    @property
+    def level_widths(self) -> dict[int, int]:
+        """Channels of each up block's output, by level from 1."""
+        return features.level_widths(self.pipeline.unet)
+
+    def encode(self, prompts: Sequence[str]) -> Tensor:
+        """Encodings of prompts as the UNet reads them, [n, tokens, width]; each prompt is encoded once."""
+        if new := [p for p in dict.fromkeys(prompts) if p not in self._texts]:
+            with quiet(), torch.no_grad():
+                device = self.pipeline.unet.device
+                coded = self.pipeline.encode_prompt(new, device, 1, do_classifier_free_guidance=False)[0]
+            self._texts |= dict(zip(new, coded, strict=True))
+        return torch.stack([self._texts[p] for p in prompts])
+
+    def features(
+        self,
+        images: Tensor,
+        prompts: Sequence[Sequence[str]],
+        *,
+        timestep: int,
+        levels: Sequence[int],
+        seeds: Sequence[int],
+        size: int,
+        draws: int = 1,
+        latent: features.Latent = "sample",
+        scaling: features.Scaling = "signed",
+        condition: Tensor | None = None,
+    ) -> dict[int, Tensor]:
+        """Outputs of the UNet's up blocks, {level: float32 [n, P, C, h, w]}; see `features.extract`.
+
+        Raises UsageError for a checkpoint without such blocks (DiT, XL) and for a level or timestep it has not.
+        """
+        features.check(self.pipeline, self.name, timestep, levels)
+        self.encode([p for own in prompts for p in own])
+        return features.extract(
+            self.pipeline,
+            self._texts,
+            images,
+            prompts,
+            timestep=timestep,
+            levels=levels,
+            seeds=seeds,
+            size=size,
+            draws=draws,
+            latent=latent,
+            scaling=scaling,
+            condition=condition,
+            batch_size=4 * self.batch_size,  # one pass without guidance at a smaller size takes less memory
+        )
 
     def truncated(self, prompts: Sequence[str]) -> list[str]:
         """Those of the prompts that have more tokens than the text encoder reads; their ends have no effect."""

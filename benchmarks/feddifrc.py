@@ -1,0 +1,236 @@
+"""FedDifRC against its own parts, and against anchors that know nothing of diffusion.
+
+    python benchmarks/feddifrc.py search digits      # settings, on rows that clients hold out; --json F keeps them
+    python benchmarks/feddifrc.py ablation digits    # the paper's ablation with them, on the test set
+    python benchmarks/feddifrc.py search cifar10 --prior FOLDER --data FOLDER
+    python benchmarks/feddifrc.py ablation cifar10 --prior FOLDER --data FOLDER
+
+Each family of arms (TDCL, NDCR, both, random anchors, text anchors) is searched with the same number of trials on the
+same splits: first all trials with one seed, then the best two with two more. Runs lie in --runs and are not done again,
+so an interrupted command goes on. CIFAR-10 uses 10,000 rows of the half that the prior was not trained on.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedprior import environment, seeds, store
+from fedprior.config import Experiment, override
+from fedprior.recipes import FEDDIFRC_ABLATION
+from fedprior.report.summary import across_seeds, headline, percent
+from fedprior.run import run
+
+RECORDS = Path(__file__).parent.parent / "docs" / "records"
+SEEDS = (0, 1, 2)
+SEARCH_SEEDS = (100, 101, 102)
+VALIDATION = "validation=0.3"
+FINALISTS = 2
+SETS: dict[str, dict[str, Any]] = {
+    "digits": {
+        "words": ("data=digits", "cohort=5", "rounds=40", "steps=20", "batch_size=32"),
+        "splits": {
+            "Dirichlet(0.05), 20 clients": ("partition=dirichlet", "partition.alpha=0.05", "clients=20"),
+            "NID2, 10 clients": ("partition=nid2", "clients=10"),
+        },
+        "searched": 2,  # splits, from the first
+        "trials": 12,
+        "timesteps": (20, 50, 150, 300),
+    },
+    "cifar10": {
+        "words": ("data=cifar10", "cohort=5", "rounds=20", "steps=25", "batch_size=64", "local=adamw", "local.lr=2e-3"),
+        "splits": {
+            "NID1(0.05) official, 10 clients": ("partition=nid1_official", "partition.alpha=0.05", "clients=10"),
+            "NID2, 10 clients": ("partition=nid2", "clients=10"),
+        },
+        "searched": 1,
+        "trials": 5,
+        "timesteps": (50, 300),
+        "left out": ("both, dynamic condition", "both, t = 0", "both, t = 100", "both, t = 500", "both, t = 999"),
+    },
+}
+WEIGHTS, TEMPERATURES = (0.03, 0.1, 0.3, 1, 3), (0.04, 0.1, 0.3, 1)
+LEVELS = ("2", "3", "4", "2,3,4")
+FAMILIES = {  # the words that make an arm, and what is drawn for it
+    "tdcl": (("guide=feddifrc", "guide.ndcr=0"), ("tdcl", "temperature", "timestep", "levels", "whiten")),
+    "ndcr": (("guide=feddifrc", "guide.tdcl=0"), ("ndcr", "timestep", "levels", "whiten", "noise_prompt")),
+    "both": (
+        ("guide=feddifrc",),
+        ("tdcl", "ndcr", "temperature", "timestep", "levels", "whiten", "noise_prompt"),
+    ),
+    "random": (("guide=feddifrc", "guide.ndcr=0", "guide.anchors=random"), ("tdcl", "temperature")),
+    "text": (("guide=feddifrc", "guide.ndcr=0", "guide.anchors=text"), ("tdcl", "temperature")),
+}
+
+
+def space(kind: str) -> dict[str, Sequence[Any]]:
+    return {
+        "tdcl": WEIGHTS,
+        "ndcr": WEIGHTS,
+        "temperature": TEMPERATURES,
+        "timestep": SETS[kind]["timesteps"],
+        "levels": LEVELS,
+        "whiten": ("none", "component", "prompt"),
+        "noise_prompt": ("null", "class", "generic") if kind == "digits" else ("null",),
+    }
+
+
+def trials(kind: str, family: str) -> list[tuple[str, ...]]:
+    """The paper's own settings, then random ones; each once."""
+    words, drawn = FAMILIES[family]
+    out = [words]
+    rng = seeds.stream(0, f"search {family}")
+    while len(out) < SETS[kind]["trials"]:
+        values = {key: space(kind)[key][rng.integers(len(space(kind)[key]))] for key in drawn}
+        candidate = (*words, *(f"guide.{key}={value}" for key, value in values.items()))
+        if candidate not in out:
+            out.append(candidate)
+    return out
+
+
+def one(job: tuple[tuple[str, ...], str]) -> float:
+    """The mean accuracy of the last ten rounds of a run, done now or before."""
+    torch.set_num_threads(1)
+    words, root = job
+    name = store.digest(*words)[:24]
+    return float(headline(run(override(Experiment(), [*words, f"name={name}"]), Path(root)).curve)["mean_last10"])
+
+
+def accuracies(jobs: list[tuple[str, ...]], root: Path, workers: int) -> list[float]:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        out = []
+        for i, value in enumerate(pool.map(one, [(words, str(root)) for words in jobs]), 1):
+            out.append(value)
+            print(f"{i}/{len(jobs)} {value:.3f} {' '.join(jobs[i - 1])}", file=sys.stderr, flush=True)
+        return out
+
+
+def search(kind: str, base: tuple[str, ...], root: Path, workers: int) -> dict[str, Any]:
+    splits = list(SETS[kind]["splits"].values())[: SETS[kind]["searched"]]
+    out: dict[str, Any] = {}
+    for family in FAMILIES:
+        candidates = trials(kind, family)
+
+        def score(words: list[tuple[str, ...]], which: Sequence[int]) -> list[float]:
+            jobs = [(*base, *split, *w, VALIDATION, f"seed={s}") for w in words for split in splits for s in which]
+            found = np.array(accuracies(jobs, root, workers)).reshape(len(words), -1)
+            return [float(x) for x in found.mean(1)]
+
+        first = score(candidates, SEARCH_SEEDS[:1])
+        best = sorted(range(len(candidates)), key=lambda i: -first[i])[:FINALISTS]
+        final = score([candidates[i] for i in best], SEARCH_SEEDS)
+        winner = candidates[best[int(np.argmax(final))]]
+        out[family] = {
+            "words": list(winner),
+            "validation": max(final),
+            "trials": [{"words": list(w), "validation": v} for w, v in zip(candidates, first, strict=True)],
+            "finalists": [{"words": list(candidates[i]), "validation": v} for i, v in zip(best, final, strict=True)],
+        }
+    plain = [(*base, *split, "guide=none", VALIDATION, f"seed={s}") for split in splits for s in SEARCH_SEEDS]
+    out["none"] = {"words": ["guide=none"], "validation": statistics.fmean(accuracies(plain, root, workers))}
+    return out
+
+
+def arms(kind: str, found: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Name of an arm -> its words. An arm of the recipe changes the settings that the search found for its family."""
+    return {
+        name: (*found[family]["words"], *words) if family else words
+        for name, (family, words) in FEDDIFRC_ABLATION.items()
+        if name not in SETS[kind].get("left out", ())
+    }
+
+
+def ablation(kind: str, base: tuple[str, ...], found: dict[str, Any], root: Path, workers: int) -> str:
+    splits = SETS[kind]["splits"]
+    chosen = arms(kind, found)
+    jobs = [(*base, *split, *w, f"seed={s}") for w in chosen.values() for split in splits.values() for s in SEEDS]
+    values = np.array(accuracies(jobs, root, workers)).reshape(len(chosen), len(splits), len(SEEDS))
+    lines = [f"| arm | {' | '.join(splits)} |", "| --- |" + " --- |" * len(splits)]
+    for name, rows in zip(chosen, values, strict=True):
+        cells = []
+        for k, row in enumerate(rows):
+            gain = row - values[0, k]
+            cells.append(
+                f"{percent(*across_seeds(row.tolist()))} ({100 * gain.mean():+.1f} ± {100 * gain.std(ddof=1):.1f})"
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    lines += ["", "| arm | words |", "| --- | --- |"]
+    lines += [f"| {name} | `{' '.join(words)}` |" for name, words in chosen.items()]
+    return "\n".join(lines)
+
+
+def subset(data: Path, out: Path) -> Path:
+    """10,000 training rows (1,000 a class) of the half that the prior was not trained on, and 2,000 test rows.
+
+    The prior's half is, of each class' files in the order of their names, the first half of numpy's permutation with
+    seed 0, class after class.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    train, test = (pq.read_table(data / f"{split}.parquet") for split in ("train", "test"))
+    label = np.array(train["label"])
+    names = np.array([row["path"].rpartition("/")[2] for row in train["img"].to_pylist()])
+    rng, rows = np.random.default_rng(0), []
+    for c in range(10):
+        own = np.flatnonzero(label == c)
+        order = rng.permutation(own[np.argsort(names[own])])
+        rows.append(order[len(own) // 2 :][:1000])
+    few = [np.flatnonzero(np.array(test["label"]) == c)[:200] for c in range(10)]
+    out.mkdir(parents=True, exist_ok=True)
+    for split, table, which in (("train", train, rows), ("test", test, few)):
+        with store.atomic(out / f"{split}.parquet") as temporary:
+            pq.write_table(table.take(pa.array(np.sort(np.concatenate(which)))), temporary)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["search", "ablation"])
+    parser.add_argument("set", choices=list(SETS))
+    parser.add_argument("--prior", default="digits")
+    parser.add_argument("--data", type=Path, help="folder with train.parquet and test.parquet of CIFAR-10")
+    parser.add_argument("--runs", type=Path, default=None)
+    parser.add_argument("--found", type=Path, default=None, help="the search's record")
+    parser.add_argument("--workers", type=int, default=1)
+    a = parser.parse_args()
+    root = a.runs or Path(tempfile.mkdtemp())
+    record = a.found or RECORDS / f"feddifrc_{a.set}_search.json"
+    base = (*SETS[a.set]["words"], f"prior={a.prior}")
+    if a.set == "cifar10":
+        if a.data is None:
+            parser.error("cifar10 needs --data")
+        base = (*base, f"data.path={subset(a.data, root / 'subset')}")
+    about = {
+        "command": f"python benchmarks/feddifrc.py {a.what} {a.set}",
+        "hardware": environment.processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "base": list(SETS[a.set]["words"]),
+    }
+    if a.what == "search":
+        store.write_json(record, about | {"families": search(a.set, base, root, a.workers)})
+        print(f"The settings found lie in {record.name}.")
+    else:
+        found = store.read_json(record)["families"]
+        print(f"# FedDifRC's ablation on {a.set}\n")
+        where = "{command}`, {hardware}, Python {python}, torch {torch}".format(**about)
+        print(
+            f"`{where}, one thread a run. {' '.join(SETS[a.set]['words'])}, {len(SEEDS)} seeds. Test accuracy, mean of "
+            "the last 10 rounds, mean ± standard deviation over seeds; in brackets the gain over no guidance, paired "
+            f"by seed. Settings of each family were searched on held-out rows of clients ([record]({record.name})).\n"
+        )
+        print(ablation(a.set, base, found, root, a.workers))
+
+
+if __name__ == "__main__":
+    main()
