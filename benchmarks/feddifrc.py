@@ -37,7 +37,7 @@ VALIDATION = "validation=0.3"
 FINALISTS = 2
 SETS: dict[str, dict[str, Any]] = {
     "digits": {
-        "words": ("data=digits", "cohort=5", "rounds=40", "steps=20", "batch_size=32"),
+        "words": ("data=digits", "cohort=5", "rounds=30", "steps=20", "batch_size=32"),
         "splits": {
             "Dirichlet(0.05), 20 clients": ("partition=dirichlet", "partition.alpha=0.05", "clients=20"),
             "NID2, 10 clients": ("partition=nid2", "clients=10"),
@@ -47,7 +47,7 @@ SETS: dict[str, dict[str, Any]] = {
         "timesteps": (20, 50, 150, 300),
     },
     "cifar10": {
-        "words": ("data=cifar10", "cohort=5", "rounds=20", "steps=25", "batch_size=64", "local=adamw", "local.lr=2e-3"),
+        "words": ("data=cifar10", "cohort=5", "rounds=15", "steps=25", "batch_size=64", "local=adamw", "local.lr=2e-3"),
         "splits": {
             "NID1(0.05) official, 10 clients": ("partition=nid1_official", "partition.alpha=0.05", "clients=10"),
             "NID2, 10 clients": ("partition=nid2", "clients=10"),
@@ -55,7 +55,14 @@ SETS: dict[str, dict[str, Any]] = {
         "searched": 1,
         "trials": 5,
         "timesteps": (50, 300),
-        "left out": ("both, dynamic condition", "both, t = 0", "both, t = 100", "both, t = 500", "both, t = 999"),
+        "left out": (
+            *(f"both, t = {t}" for t in (0, 100, 500, 999)),
+            "both, dynamic condition",
+            "both, 3 negatives",
+            "both, random anchors for TDCL",
+            "TDCL, black images described",
+            "both, the released code's loss",
+        ),
     },
 }
 WEIGHTS, TEMPERATURES = (0.03, 0.1, 0.3, 1, 3), (0.04, 0.1, 0.3, 1)

@@ -133,7 +133,8 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
     rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
     rows[-1][0] = "best (optimistic)"
     whose = "mean over clients' own models" if result.get("models") == "own" else "global model"
-    table("Test accuracy", ["", whose], rows)
+    held = result.get("judged_on") == "validation"
+    table("Accuracy on held-out rows of clients" if held else "Test accuracy", ["", whose], rows)
     print(
         f"{result['rounds']} rounds, {result['uplink_MB']:.3f} MB up, {result['downlink_MB']:.3f} MB down, "
         f"{clock(result['seconds'])}. Report: {result['directory']}/report.html"

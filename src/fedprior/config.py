@@ -13,7 +13,7 @@ from .errors import UsageError, unknown
 from .guide import GUIDES, FedDifRC
 from .local import WeightBy
 from .method import Method
-from .methods import METHODS, FedAvg
+from .methods import METHODS, FedAvg, Scaffold
 from .net import BNStats, Precision
 from .optim import OPTIMIZERS, SERVER_OPTIMIZERS, SGD, Optimizer
 from .prepare.balance import BALANCES, Balance
@@ -154,10 +154,16 @@ class Experiment:
 
     def _check_guide(self, guide: FedDifRC) -> None:
         name = CHOICES["method"].name_of(self.method)
-        if not guide.labels and type(self.method).loss is not Method.loss:
-            raise UsageError(f"guide.labels=false trains on the guide alone, but method={name} has a loss of its own")
-        if getattr(self.method, "option", "") == "I":
-            raise UsageError(f"method={name} with method.option=I knows no guide; use method.option=II")
+        hooks = ("loss", "adapt", "keeps", "pretrain", "deploy")
+        if not guide.labels and any(getattr(type(self.method), h) is not getattr(Method, h) for h in hooks):
+            raise UsageError(
+                f"guide.labels=false trains one backbone on the guide alone, but method={name} has a loss or net of "
+                "its own; fedavg, fedprox, fednova, scaffold, feddyn, feddisco and the server optimisers go with it"
+            )
+        if not guide.labels and self.bn_stats == "local":
+            raise UsageError("guide.labels=false judges one global backbone, so bn_stats=local does not go with it")
+        if isinstance(self.method, Scaffold) and self.method.option == "I":
+            raise UsageError("method.option=I takes gradients without the guide; use method.option=II with guide=")
 
 
 @dataclass(frozen=True)
@@ -226,6 +232,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         raise UsageError("give the local work either as steps or as epochs, not both")
     pairs.sort(key=lambda pair: ("." in pair[0], pair[0] != "method"))  # the method decides what a server means
     changes: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}  # set together, since some values have a sense only beside others
     for key, text in pairs:
         head, _, tail = key.partition(".")
         current = changes.get(head, getattr(experiment, head, None))
@@ -242,9 +249,14 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
                 changes[head] = own if type(own) is type(changes[head]) else changes[head]
         elif head in CHOICES:
             assert current is not None
-            changes[head] = replace(current, **{tail: parse(get_type_hints(type(current))[tail], text, key)})
+            inner.setdefault(head, {})[tail] = parse(get_type_hints(type(current))[tail], text, key)
         else:
             changes[head] = parse(get_type_hints(Experiment)[head], text, key)
+    for head, values in inner.items():
+        current = changes.get(head, getattr(experiment, head))
+        if head == "server" and current is None:
+            current = changes.get("method", experiment.method).server
+        changes[head] = replace(current, **values)
     return replace(experiment, **_consistent(changes))
 
 

@@ -63,6 +63,13 @@ def evaluate(net: Net, weights: Tree, table: Table, classes: int) -> Evaluation:
     return Evaluation(*by_class, float(loss) / len(table["label"]), *by_domain)
 
 
+@torch.inference_mode()
+def embed(net: Net, weights: Tree, table: Table) -> Tensor:
+    """Features [n, D] of a table's images in evaluation mode."""
+    size = max(1, PIXELS // table["image"][0, 0].numel())
+    return torch.cat([net(weights, image, train=False).features for image in table["image"].split(size)])
+
+
 def _counts(group: Tensor, hits: Tensor, least: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """-> (hits, rows) of each group, int64 [groups]"""
     rows = group.bincount(minlength=least)

@@ -162,7 +162,7 @@ def misdealt(z: Tensor, text: Tensor, others: Tensor, config: FedDifRC) -> tuple
     rows, each = len(z), int(others.sum(1).min())
     picked = others.int().argsort(dim=1, descending=True, stable=True)[:, :each]
     flat = text.gather(1, picked[:, :, None].expand(-1, -1, text.shape[2])).flatten(0, 1)  # [B each, d], by image
-    dealt = flat.view(each, rows, -1).transpose(0, 1)
+    dealt = flat.view(each, rows, text.shape[2]).transpose(0, 1)
     return similarity(z, dealt, config), others.new_ones(rows, each)
 
 

@@ -13,14 +13,15 @@ from . import __version__, assemble, resume
 from .checkpoint import Checkpoints, State
 from .config import CHOICES, Experiment
 from .data.partition import Partition
-from .data.table import Federation, Table
+from .data.table import Federation, Table, take
 from .engines.serial import Serial
 from .errors import UserError
-from .evaluate import Evaluation, accuracy_by_client, client_accuracies, evaluate
+from .evaluate import Evaluation, accuracy_by_client, client_accuracies, embed, evaluate
 from .federate import RoundResult, begin, federate
 from .memory import ClientMemory
 from .method import Server
 from .prepare.synthesis import Report
+from .probe import knn, linear_head
 from .progress import Progress, Silent
 from .record import Record, metrics, weight_digest
 from .report import html, load, summary
@@ -144,6 +145,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
     result = {
         **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
         "models": "own" if engine.worker.kept else "global",  # whose accuracy it is
+        "judged_on": "validation" if experiment.validation else "test",
         "uplink_MB": curve[-1]["uplink_bytes"] / MB,
         "downlink_MB": curve[-1]["downlink_bytes"] / MB,
         "seconds": round(seconds, 3),
@@ -231,7 +233,8 @@ class Judge:
     """Evaluates the global model; or, where clients keep weights or statistics of their own, every client's.
 
     A client counts with the weights that it would begin the next round with, also one that was never asked: the
-    scores are means over all clients with data.
+    scores are means over all clients with data. Where a guide trains without labels, the classifier is a linear probe
+    on the frozen features of all real rows, fitted anew, and `knn` is the accuracy of 20 nearest neighbours among them.
     """
 
     KEYS: tuple[str, ...] = ("accuracy", "loss", "clients", "per_class")
@@ -241,7 +244,14 @@ class Judge:
         self.test = engine.federation.test
         self.domains = federation.domains if "domain" in self.test else ()
         if self.domains:
-            self.KEYS = (*Judge.KEYS, "per_domain")
+            self.KEYS = (*self.KEYS, "per_domain")
+        guide = engine.worker.guide
+        self.rows: Table | None = None  # that a probe is fitted on
+        if guide is not None and not guide.config.labels:
+            held = torch.cat(list(engine.federation.clients)).unique()
+            rows = take(engine.federation.table, held)
+            self.rows = take(rows, torch.nonzero(~rows["synthetic"])[:, 0])
+            self.KEYS = (*self.KEYS, "knn")
         self.counts = federation.counts(synthetic=False)
         self.own: dict[int, tuple[int | None, Evaluation]] = {}  # by client: the round its weights are from, and they
         self.rates: np.ndarray | None = None  # of the last evaluation, [classes] or [clients with data, classes]
@@ -249,9 +259,10 @@ class Judge:
     def scores(self, server: Server) -> dict[str, Any]:
         worker = self.engine.worker
         if not worker.kept:
-            seen = [self.evaluate(self.deployed(server))]
+            weights = self.deployed(server)
+            seen = [self.evaluate(weights)]
             self.rates = seen[0].per_class
-            return self.summarise(seen, self.counts)
+            return self.summarise(seen, self.counts) | self.neighbours(weights)
         seen = [self.client(k, server) for k in self.engine.clients]
         self.rates = np.stack([e.per_class for e in seen])
         ids = list(self.engine.clients)
@@ -259,7 +270,21 @@ class Judge:
 
     def deployed(self, server: Server) -> dict[str, Any]:
         worker = self.engine.worker
-        return worker.method.deploy(worker.net, server.weights, self.images, worker.seed)
+        weights = worker.method.deploy(worker.net, server.weights, self.images, worker.seed)
+        if self.rows is None:
+            return weights
+        z = embed(worker.net, weights, self.rows)
+        head = zip(
+            ("head.weight", "head.bias"), linear_head(z, self.rows["label"], self.classes, worker.seed), strict=True
+        )
+        return weights | {"params": weights["params"] | {name: x.to(z) for name, x in head}}
+
+    def neighbours(self, weights: dict[str, Any]) -> dict[str, Any]:
+        if self.rows is None:
+            return {}
+        net = self.engine.worker.net
+        bank, asked = (embed(net, weights, part) for part in (self.rows, self.test))
+        return {"knn": knn(bank, self.rows["label"], asked, self.test["label"])}
 
     def client(self, client: int, server: Server) -> Evaluation:
         """With a client's own weights. Nothing is evaluated again that cannot have changed."""

@@ -147,9 +147,12 @@ class Describer:
             for row in numbers:
                 if row not in digests:
                     digests[row] = bytes.fromhex(store.digest(store.raw_bytes(shard.table["image"][row])))
-            group = "global" if self.how.pca == "global" else store.digest(*(digests[row] for row in numbers))
-            for row, label in zip(numbers, shard.table["label"][rows].tolist(), strict=True):
-                own = self.prompts_of(digests[row], label)
+            labels = shard.table["label"][rows].tolist()
+            words = [self.prompts_of(digests[row], label) for row, label in zip(numbers, labels, strict=True)]
+            group = "global"
+            if self.how.pca != "global":  # such axes are fitted on these images under these prompts
+                group = store.digest(*(digests[row] for row in numbers), *(w for own in words for w in own))
+            for row, own in zip(numbers, words, strict=True):
                 key = bytes.fromhex(store.digest(group, digests[row], *own))
                 out.append(Item(key, group, digests[row], row, own))
         return out
@@ -208,15 +211,21 @@ class Describer:
         maps = self.maps(images, items, condition)
         return {level: descriptor.pooled(x, basis[level], self.how.pool) for level, x in maps.items()}
 
-    def maps(self, images: Tensor, items: Sequence[Item], condition: Tensor | None = None) -> dict[int, Tensor]:
-        """Feature maps {level: float32 [n, P, C, h, w]} of images uint8 [n, 3, H, W]."""
+    def maps(
+        self,
+        images: Tensor,
+        items: Sequence[Item],
+        condition: Tensor | None = None,
+        levels: Sequence[int] | None = None,
+    ) -> dict[int, Tensor]:
+        """Feature maps {level: float32 [n, P, C, h, w]} of images uint8 [n, 3, H, W], by default at all levels."""
         if self.encoder is not None:
             condition = self.directions(self.encoder(images))
         return self.prior.features(
             images,
             [item.prompts for item in items],
             timestep=self.how.timestep,
-            levels=tuple(self.sizes),
+            levels=levels or tuple(self.sizes),
             seeds=[seeds.number(self.how.noise_seed, "image noise", int.from_bytes(item.image[:7])) for item in items],
             size=self.size,
             draws=self.how.draws,
@@ -274,19 +283,20 @@ class Describer:
         return images[[members[i].row for i in order]], [members[i] for i in order]
 
     def _images_needed(self, image: Tensor, item: Sequence[Item]) -> int:
-        maps = self.maps(image, item)
-        fewest = min(x.shape[1] * x.shape[3] * x.shape[4] for x in maps.values())
-        return max(LEAST_IMAGES, -(-TOKENS // fewest))
+        """Enough for the coarsest level, so that a level's axes do not depend on which others are wanted."""
+        coarsest = min(self.prior.level_widths)
+        maps = self.maps(image, item, levels=(coarsest,))[coarsest]
+        return max(LEAST_IMAGES, -(-TOKENS // maps[0, :, 0].numel()))
 
     def _fit(self, images: Tensor, items: Sequence[Item]) -> dict[int, Basis]:
         each = max(1, PAIRS // len(items[0].prompts))
         starts = range(0, len(items), each)
         tokens: dict[int, list[Tensor]] = {level: [] for level in self.sizes}
         count = -(-TOKENS // (len(items) * len(items[0].prompts)))
+        lots = {level: seeds.stream(self.how.noise_seed, "tokens", level) for level in self.sizes}
         for i in starts:
             for level, x in self.maps(images[i : i + each], items[i : i + each]).items():
-                rng = seeds.stream(self.how.noise_seed, "tokens", level, i)
-                tokens[level].append(descriptor.tokens(x, count, rng))
+                tokens[level].append(descriptor.tokens(x, count, lots[level]))
         axes = {level: descriptor.fit(torch.cat(x), self.sizes[level]) for level, x in tokens.items()}
         seen: dict[int, list[Tensor]] = {level: [] for level in self.sizes}
         for i in starts:

@@ -44,7 +44,7 @@ class Prior(Protocol):
         seeds: Sequence[int],
         size: int,
         draws: int = 1,
-        latent: Latent = "sample",
+        latent: Latent = "mean",
         scaling: Scaling = "signed",
         condition: Tensor | None = None,
     ) -> dict[int, Tensor]:

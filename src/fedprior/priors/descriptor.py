@@ -24,20 +24,21 @@ NATIVE = 224  # pixels to which images are resized for a prior made for larger o
 class Description:
     """How an image is described by a prior: everything that changes a descriptor.
 
-    `levels` are the UNet's up blocks from 1, the coarsest; `draws` of noise are averaged; `latent` is a sample of the
-    VAE's posterior or its mean; `size` defaults to the prior's own or 224, whichever is smaller. `pca` says what the
-    axes are fitted on: images that the prior itself makes of the classes (`global`: the same for everyone, and no
-    client's data are asked for), each client's own rows, or batches of 64 (as in the released code). `pool` over
-    positions is a root mean square, a norm (as released) or a mean. `condition` adds an encoding of the image to every
-    token of a prompt, `gamma` times as long as a token: by a fixed image encoder (`encoder`, a CLIP checkpoint) or by
-    the model that the client starts a round with, anew every `refresh_rounds` rounds.
+    `levels` are the UNet's up blocks from 1, the coarsest; `draws` of noise are averaged; `latent` is the mean of the
+    VAE's posterior or a sample of it (as in the released code; small VAEs may have wide posteriors); `size` defaults to
+    the prior's own or 224, whichever is smaller. `pca` says what the axes are fitted on: images that the prior itself
+    makes of the classes (`global`: the same for everyone, and no client's data are asked for), each client's own rows,
+    or batches of 64 (as in the released code). `pool` over positions is a root mean square, a norm (as released) or a
+    mean. `condition` adds an encoding of the image to every token of a prompt, `gamma` times as long as a token: by a
+    fixed image encoder (`encoder`, a CLIP checkpoint) or by the model that the client starts a round with, anew every
+    `refresh_rounds` rounds.
     """
 
     timestep: int = 300
     levels: str = "2,3,4"
     components: str | None = None  # one number a level; None: 256 for levels 1 and 2, 128 for 3 and 4
     draws: int = 1
-    latent: Latent = "sample"
+    latent: Latent = "mean"
     size: int | None = None
     scaling: Scaling = "signed"
     pca: Literal["global", "per_client", "per_batch"] = "global"
@@ -59,6 +60,8 @@ class Description:
             raise UsageError(f"guide.gamma must be a number of at least 0, not {self.gamma}")
         if self.condition == "frozen_encoder" and self.encoder is None:
             raise UsageError("guide.condition=frozen_encoder needs guide.encoder=, a CLIP folder or hub id")
+        if self.condition != "frozen_encoder" and self.encoder is not None:
+            raise UsageError(f"guide.encoder has no part in guide.condition={self.condition}; use frozen_encoder")
         if self.condition == "dynamic" and self.pca != "global":
             raise UsageError("guide.condition=dynamic needs guide.pca=global: its axes must not move with the model")
 
@@ -106,11 +109,13 @@ def tokens(maps: Tensor, each: int, rng: np.random.Generator) -> Tensor:
 
 
 def fit(sample: Tensor, components: int) -> Basis:
-    """PCA of tokens [N, C]; centre and scales are those of no image yet (0 and 1)."""
+    """PCA of tokens [N, C]; centre and scales are those of no image yet (0 and 1). Fewer tokens than components leave
+    the last axes zero."""
     from sklearn.decomposition import PCA
 
-    found = PCA(components, svd_solver="covariance_eigh").fit(sample.double().cpu().numpy())
-    mean, axes = (torch.from_numpy(np.ascontiguousarray(x)).float() for x in (found.mean_, found.components_))
+    found = PCA(min(components, len(sample)), svd_solver="covariance_eigh").fit(sample.double().cpu().numpy())
+    mean, some = (torch.from_numpy(np.ascontiguousarray(x)).float() for x in (found.mean_, found.components_))
+    axes = torch.nn.functional.pad(some, (0, 0, 0, components - len(some)))
     return Basis(mean, axes, torch.zeros(components), torch.ones(components), torch.ones(components))
 
 

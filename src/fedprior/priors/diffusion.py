@@ -143,7 +143,7 @@ class DiffusionPrior:
         seeds: Sequence[int],
         size: int,
         draws: int = 1,
-        latent: features.Latent = "sample",
+        latent: features.Latent = "mean",
         scaling: features.Scaling = "signed",
         condition: Tensor | None = None,
     ) -> dict[int, Tensor]:

@@ -94,7 +94,7 @@ def extract(
     seeds: Sequence[int],
     size: int,
     draws: int = 1,
-    latent: Latent = "sample",
+    latent: Latent = "mean",
     scaling: Scaling = "signed",
     condition: Tensor | None = None,
     batch_size: int = 32,

@@ -45,6 +45,9 @@ def group(folders: Sequence[Path]) -> dict[str, list[Path]]:
     return out
 
 
+HELD_OUT = "Accuracies are on {:.0%} of the rows, held out of each client's rows, and not on the test set."
+
+
 def report_data(folders: Sequence[Path], title: str = "", notes: Sequence[str] = ()) -> ReportData:
     """What a report shows of one run or of several. Distribution and images are those of the run with most rows.
 
@@ -92,7 +95,7 @@ def _report_data(folders: Sequence[Path], title: str, notes: Sequence[str]) -> R
         real=images["real"],
         config=(folders[shown] / "config.toml").read_text(encoding="utf-8"),
         environment=manifest["versions"] | manifest["hardware"],
-        notes=list(notes),
+        notes=[*notes, *([HELD_OUT.format(values["validation"])] if values.get("validation") else [])],
         target=values.get("target"),
     )
 
