@@ -1,13 +1,14 @@
 """FedDifRC against its own parts, and against anchors that know nothing of diffusion.
 
-    python benchmarks/feddifrc.py search digits      # settings, on rows that clients hold out; --json F keeps them
+    python benchmarks/feddifrc.py search digits      # settings, on rows that clients hold out
     python benchmarks/feddifrc.py ablation digits    # the paper's ablation with them, on the test set
     python benchmarks/feddifrc.py search cifar10 --prior FOLDER --data FOLDER
     python benchmarks/feddifrc.py ablation cifar10 --prior FOLDER --data FOLDER
 
 Each family of arms (TDCL, NDCR, both, random anchors, text anchors) is searched with the same number of trials on the
-same splits: first all trials with one seed, then the best two with two more. Runs lie in --runs and are not done again,
-so an interrupted command goes on. CIFAR-10 uses 10,000 rows of the half that the prior was not trained on.
+same splits: first all trials with one seed, then the best two with two more. Runs that lie in --runs are not done
+again, so a command that was interrupted goes on with it. CIFAR-10 uses 10,000 rows of the half that the prior was not
+trained on.
 """
 
 import argparse
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 
 from fedprior import environment, seeds, store
-from fedprior.config import Experiment, override
+from fedprior.config import Experiment, override, to_toml
+from fedprior.priors import embedded
+from fedprior.priors.diffusion import SIDECAR
 from fedprior.recipes import FEDDIFRC_ABLATION
 from fedprior.report.summary import across_seeds, headline, percent
 from fedprior.run import run
@@ -42,31 +45,44 @@ SETS: dict[str, dict[str, Any]] = {
             "Dirichlet(0.05), 20 clients": ("partition=dirichlet", "partition.alpha=0.05", "clients=20"),
             "NID2, 10 clients": ("partition=nid2", "clients=10"),
         },
+        "families": ("tdcl", "ndcr", "both", "random", "text"),
         "searched": 2,  # splits, from the first
         "trials": 12,
         "timesteps": (20, 50, 150, 300),
     },
     "cifar10": {
-        "words": ("data=cifar10", "cohort=5", "rounds=15", "steps=25", "batch_size=64", "local=adamw", "local.lr=2e-3"),
+        "words": (
+            "data=cifar10",
+            "cohort=10",
+            "rounds=16",
+            "steps=10",
+            "batch_size=64",
+            "local=adamw",
+            "local.lr=2e-3",
+        ),
         "splits": {
             "NID1(0.05) official, 10 clients": ("partition=nid1_official", "partition.alpha=0.05", "clients=10"),
             "NID2, 10 clients": ("partition=nid2", "clients=10"),
         },
+        "families": ("tdcl", "ndcr", "both", "random"),  # text anchors take those of random ones
         "searched": 1,
-        "trials": 5,
+        "trials": 4,
         "timesteps": (50, 300),
         "left out": (
-            *(f"both, t = {t}" for t in (0, 100, 500, 999)),
+            *(f"both, t = {t}" for t in (0, 100, 300, 500, 999)),
             "both, dynamic condition",
             "both, 3 negatives",
             "both, random anchors for TDCL",
             "TDCL, black images described",
+            "NDCR, black images described",
             "both, the released code's loss",
         ),
     },
 }
 WEIGHTS, TEMPERATURES = (0.03, 0.1, 0.3, 1, 3), (0.04, 0.1, 0.3, 1)
 LEVELS = ("2", "3", "4", "2,3,4")
+SWEEPS = [name for name in FEDDIFRC_ABLATION if "t = " in name or "black" in name or "condition" in name]
+SWEEPS += ["both, 3 negatives", "both, the released code's loss"]  # on the first split only
 FAMILIES = {  # the words that make an arm, and what is drawn for it
     "tdcl": (("guide=feddifrc", "guide.ndcr=0"), ("tdcl", "temperature", "timestep", "levels", "whiten")),
     "ndcr": (("guide=feddifrc", "guide.tdcl=0"), ("ndcr", "timestep", "levels", "whiten", "noise_prompt")),
@@ -113,18 +129,22 @@ def one(job: tuple[tuple[str, ...], str]) -> float:
 
 
 def accuracies(jobs: list[tuple[str, ...]], root: Path, workers: int) -> list[float]:
+    """One for each job; jobs that come to the same experiment are run once."""
+    settled = [to_toml(override(Experiment(), words)) for words in jobs]
+    different = dict(zip(reversed(settled), reversed(jobs), strict=True))
+    todo = list(different.items())
+    out: dict[str, float] = {}
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        out = []
-        for i, value in enumerate(pool.map(one, [(words, str(root)) for words in jobs]), 1):
-            out.append(value)
-            print(f"{i}/{len(jobs)} {value:.3f} {' '.join(jobs[i - 1])}", file=sys.stderr, flush=True)
-        return out
+        for (key, words), value in zip(todo, pool.map(one, [(w, str(root)) for _, w in todo]), strict=True):
+            out[key] = value
+            print(f"{len(out)}/{len(todo)} {value:.3f} {' '.join(words)}", file=sys.stderr, flush=True)
+    return [out[key] for key in settled]
 
 
 def search(kind: str, base: tuple[str, ...], root: Path, workers: int) -> dict[str, Any]:
     splits = list(SETS[kind]["splits"].values())[: SETS[kind]["searched"]]
     out: dict[str, Any] = {}
-    for family in FAMILIES:
+    for family in SETS[kind]["families"]:
         candidates = trials(kind, family)
 
         def score(words: list[tuple[str, ...]], which: Sequence[int]) -> list[float]:
@@ -149,30 +169,48 @@ def search(kind: str, base: tuple[str, ...], root: Path, workers: int) -> dict[s
 
 def arms(kind: str, found: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     """Name of an arm -> its words. An arm of the recipe changes the settings that the search found for its family."""
+    searched = {family: tuple(one["words"]) for family, one in found.items()}
+    searched.setdefault("text", (*searched["random"], "guide.anchors=text"))
     return {
-        name: (*found[family]["words"], *words) if family else words
+        name: (*searched[family], *words) if family else words
         for name, (family, words) in FEDDIFRC_ABLATION.items()
         if name not in SETS[kind].get("left out", ())
     }
 
 
 def ablation(kind: str, base: tuple[str, ...], found: dict[str, Any], root: Path, workers: int) -> str:
-    splits = SETS[kind]["splits"]
-    chosen = arms(kind, found)
-    jobs = [(*base, *split, *w, f"seed={s}") for w in chosen.values() for split in splits.values() for s in SEEDS]
-    values = np.array(accuracies(jobs, root, workers)).reshape(len(chosen), len(splits), len(SEEDS))
+    splits, chosen = SETS[kind]["splits"], arms(kind, found)
+    random = untrained(base[-1].partition("=")[2], root / "untrained")
+    chosen["NDCR, UNet of random weights"] = (*found["ndcr"]["words"], f"prior={random}")
+    cells = [(name, split) for name in chosen for k, split in enumerate(splits) if k == 0 or name not in SWEEPS]
+    jobs = [(*base, *splits[split], *chosen[name], f"seed={s}") for name, split in cells for s in SEEDS]
+    by_cell = dict(zip(cells, np.array(accuracies(jobs, root, workers)).reshape(-1, len(SEEDS)), strict=True))
     lines = [f"| arm | {' | '.join(splits)} |", "| --- |" + " --- |" * len(splits)]
-    for name, rows in zip(chosen, values, strict=True):
-        cells = []
-        for k, row in enumerate(rows):
-            gain = row - values[0, k]
-            cells.append(
-                f"{percent(*across_seeds(row.tolist()))} ({100 * gain.mean():+.1f} ± {100 * gain.std(ddof=1):.1f})"
-            )
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    first = next(iter(chosen))
+    for name in chosen:
+        shown = []
+        for split in splits:
+            if (name, split) not in by_cell:
+                shown.append("-")
+                continue
+            row = by_cell[name, split]
+            gain = 100 * (row - by_cell[first, split])
+            shown.append(f"{percent(*across_seeds(row.tolist()))} ({gain.mean():+.1f} ± {gain.std(ddof=1):.1f})")
+        lines.append(f"| {name} | " + " | ".join(shown) + " |")
     lines += ["", "| arm | words |", "| --- | --- |"]
-    lines += [f"| {name} | `{' '.join(words)}` |" for name, words in chosen.items()]
+    lines += [f"| {name} | `{' '.join(words).replace(str(random), 'UNTRAINED')}` |" for name, words in chosen.items()]
     return "\n".join(lines)
+
+
+def untrained(prior: str, out: Path) -> Path:
+    """The prior with a UNet of random weights: what is left of guidance when the UNet has learnt nothing."""
+    loaded = embedded.load(prior)
+    torch.manual_seed(0)
+    loaded.pipeline.unet = type(loaded.pipeline.unet).from_config(loaded.pipeline.unet.config)
+    loaded.pipeline.save_pretrained(out)
+    if loaded.defaults:
+        store.write_json(out / SIDECAR, loaded.defaults)
+    return out
 
 
 def subset(data: Path, out: Path) -> Path:
@@ -212,11 +250,12 @@ def main() -> None:
     a = parser.parse_args()
     root = a.runs or Path(tempfile.mkdtemp())
     record = a.found or RECORDS / f"feddifrc_{a.set}_search.json"
-    base = (*SETS[a.set]["words"], f"prior={a.prior}")
+    base = SETS[a.set]["words"]
     if a.set == "cifar10":
         if a.data is None:
             parser.error("cifar10 needs --data")
         base = (*base, f"data.path={subset(a.data, root / 'subset')}")
+    base = (*base, f"prior={a.prior}")
     about = {
         "command": f"python benchmarks/feddifrc.py {a.what} {a.set}",
         "hardware": environment.processor(),

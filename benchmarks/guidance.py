@@ -19,13 +19,14 @@ import torch
 
 from fedprior import environment, nets
 from fedprior.data import digits, table
-from fedprior.data.table import Shard
+from fedprior.data.table import Federation, Shard
 from fedprior.guide import FedDifRC, Guide
 from fedprior.local import Worker
 from fedprior.methods import FedAvg
 from fedprior.net import Net
 from fedprior.optim import SGD
 from fedprior.priors import embedded
+from fedprior.progress import Silent
 
 BATCH, CLASSES = 64, 10
 WIDE = {1: 1280, 2: 1280, 3: 640, 4: 320}  # Stable Diffusion's blocks: descriptors of 256 + 128 + 128 numbers
@@ -81,9 +82,7 @@ def client_round(name: str, prior: Any, repeats: int) -> dict[str, float]:
     image = torch.nn.functional.interpolate(data["image"], (32, 32))
     shard = Shard(table.make(image, data["label"]), torch.arange(len(image)))
     guide = Guide(config=FedDifRC(), prior=prior, classes=digits.CLASSES)
-    items = guide.describer.items([shard])
-    guide.describer.fill(items, guide.describer.missing(items), image)
-    guide._items = {0: items[0]}
+    guide.describe(Federation(table=shard.table, clients=(shard.rows,), test={}, classes=digits.CLASSES), Silent())
 
     def trainer(guided: bool) -> Callable[[], Any]:
         module = nets.build(name, CLASSES, size=(32, 32), seed=0)

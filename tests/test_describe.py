@@ -47,7 +47,12 @@ def describer(
     prior, prompts_of=lambda image, label: [*CLASS_PROMPTS, ""], encoder=None, fit_prompts=FIT_PROMPTS, **how
 ):
     return Describer(
-        prior=prior, how=Description(**how), prompts_of=prompts_of, fit_prompts=fit_prompts, encoder=encoder
+        prior=prior,
+        how=Description(**how),
+        prompts_of=prompts_of,
+        fit_prompts=fit_prompts,
+        made_prompts=fit_prompts[1:],
+        encoder=encoder,
     )
 
 

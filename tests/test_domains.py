@@ -6,6 +6,7 @@ import tomllib
 from collections import Counter
 from dataclasses import replace
 
+import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -293,3 +294,25 @@ def test_the_command_shows_the_domains_of_each_client(shared_data, capsys):
     assert len(re.findall(r"mnist_m +300", out)) == 2
     partition_show(["clients=5", "cohort=2"], True)
     assert "domains" not in json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+
+
+def test_a_column_domain_counts_only_where_the_partition_is_by_domains(shared_data, tmp_path):
+    words = ["data=office", f"data.path={shared_data / 'office-caltech10'}", "data.size=16", "cohort=3", "rounds=1"]
+    plain = override(Experiment(), [*words, "clients=8", "partition=iid", "steps=1"])
+    data = assemble.split(plain).federation
+    assert data.domains == ()
+    assert "domain" not in data.table
+    assert "per_domain" not in run(plain, tmp_path).curve[0]
+
+
+def test_domains_that_the_test_split_does_not_name_are_said_at_once(tmp_path):
+
+    rng = np.random.default_rng(0)
+    image = [rng.integers(0, 255, (8, 8, 3), np.uint8) for _ in range(20)]
+    columns = {"image": image, "label": [0, 1] * 10}
+    for split, more in (("train", {"domain": ["a", "b"] * 10}), ("test", {})):
+        made = datasets.Dataset.from_dict({**columns, **more}).cast_column("image", datasets.Image())
+        made.to_parquet(str(tmp_path / f"{split}.parquet"))
+    e = override(Experiment(), [f"data.path={tmp_path}", "data=x", "partition=domains", "clients=2", "cohort=2"])
+    with pytest.raises(UserError, match=r"the test split of x has no column 'domain'"):
+        assemble.split(e)

@@ -84,6 +84,13 @@ def test_a_guided_experiment_survives_a_toml_file(tmp_path):
             ["guide=feddifrc", "method=scaffold", "method.option=I", "method.mode=pre"],
             "use method.option=II with guide=",
         ),
+        (["guide=feddifrc", "guide.labels=false", "guide.tdcl=0", "guide.ndcr=0"], "one must be above 0"),
+        (["guide=feddifrc", "guide.labels=false", "guide.negatives=300"], "guide.negatives must be at most 200"),
+        (["guide=feddifrc", "guide.levels=²"], "guide.levels must be whole numbers with commas"),
+        (["guide=feddifrc", "guide.encoder=clip"], "guide.encoder has no part in guide.condition=static"),
+        (["method=feddifrc", "guide=none"], "with guide=none say method=fedavg"),
+        (["method=fedifrc"], "feddifrc"),
+        (["guide.tdcl=2"], "choose a guide first, e.g. guide=feddifrc"),
         (["validation=1"], "validation is a share of the rows from 0 to below 1, not 1.0"),
     ],
 )
@@ -98,9 +105,9 @@ def test_the_papers_recipes_are_guided_and_the_rows_of_their_tables_are_not():
     rows = [RECIPES[name]() for name in RECIPES if name.startswith("feddifrc/cifar") and name.count("/") == 2]
     assert len(rows) > 10
     assert all(e.guide is None for e in rows)
-    assert all((e.prior is None) == (not e.method.images) for e in rows)
     base, plain = RECIPES["feddifrc/cifar10"](), RECIPES["feddifrc/cifar10/fedavg"]()
-    assert override(base, ["guide=none", "prior=none"]) == plain
+    assert override(base, ["guide=none"]) == plain
+    assert override(RECIPES["feddifrc/cifar10/moon"](), ["guide=feddifrc"]).guide == base.guide  # the prior is there
 
 
 def test_every_arm_of_the_ablation_is_an_experiment():
@@ -184,8 +191,16 @@ def test_the_plan_tells_images_passes_and_disk(empty_cache):
     assert (after["images"], after["stored"], after["passes"]) == (0, 600, 0)
     more = plan(override(e, ["balance=max"]), calibrate=False)
     assert more["descriptors"]["images"] == more["images"] > 0
-    dynamic = plan(override(e, ["guide.condition=dynamic"]), calibrate=False)["descriptors"]
-    assert dynamic["passes"] == 2 * 3 * 600 * 11 / 6  # rounds x cohort x mean rows x prompts
+
+    def passes(*words):
+        return plan(override(e, ["guide.condition=dynamic", *words]), calibrate=False)["descriptors"]["passes"]
+
+    assert passes() == 2 * 3 * 600 * 11 / 6  # rounds x cohort x mean rows x prompts
+    assert passes("method=centralised") == 2 * 600 * 11  # everything, in each round
+    assert passes("balance=max") == 2 * 3 * (600 + more["rows"]) * 11 / 6  # rows, not images: each client its own
+    assert passes("guide.refresh_rounds=2", "cohort=6", "rounds=4") == 4 * 600 * 11 / 2
+    kept = plan(override(e, ["guide.condition=dynamic", "guide.refresh_rounds=2"]), calibrate=False)["state_MB"]
+    assert kept == pytest.approx(600 * 11 * 40 * 2 / 1e6)
     timed = plan(e)
     assert timed["description_seconds"] == 0
     assert timed["seconds"] >= timed["training_seconds"]
@@ -195,6 +210,11 @@ def test_a_plan_without_its_prior_says_why_and_tells_the_rest():
     result = plan(experiment("prior=nobody/nothing"), calibrate=True)
     assert "nobody/nothing" in result["note"]
     assert result["MB"] > 0
+    assert result["descriptors"] == {"images": 600, "stored": 0, "prompts": 11, "passes": 6600, "disk_MB": None}
+    shown = " ".join(fedprior("plan", *QUICK, "prior=nobody/nothing").stdout.split())
+    assert "6600 passes of the UNet would describe images under 11 prompts each (600 images; 0 are there)" in shown
+    with pytest.raises(UsageError, match=r"guide.timestep must be from 0 to 999"):
+        plan(experiment("guide.timestep=5000"), calibrate=False)
 
 
 @pytest.mark.parametrize("layout", ["PixArtSigmaPipeline", "StableDiffusion3Pipeline"])
@@ -271,3 +291,35 @@ def test_without_labels_the_accuracy_is_that_of_a_linear_probe_and_neighbours_st
 def test_a_guide_goes_with_methods_that_keep_or_change_parts_of_the_net(tmp_path, method):
     outcome = run(experiment(f"method={method}", "rounds=1", "guide.tdcl=0"), tmp_path)
     assert np.isfinite(outcome.curve[-1]["train_loss"])
+
+
+def test_runs_that_are_judged_on_different_rows_are_not_reported_together(tmp_path):
+    words = ["rounds=1", "steps=1", "clients=6", "cohort=3", "partition=iid"]
+    folders = [
+        run(override(Experiment(), [*words, *more]), tmp_path).result["directory"] for more in ([], ["validation=0.3"])
+    ]
+    with pytest.raises(UserError, match="report them apart"):
+        fedprior("report", *folders)
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FEDPRIOR_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match=r"cannot write the cache .* set FEDPRIOR_CACHE to a folder with space"):
+        fedprior("describe", *QUICK)
+
+
+def test_an_encoder_that_is_no_clip_model_is_refused(tmp_path):
+    from transformers import ViTConfig, ViTModel
+
+    small = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16)
+    ViTModel(small).save_pretrained(tmp_path / "vit")
+    with pytest.raises(UserError, match=r"guide.encoder=.*vit .*CLIP"):
+        run(experiment("guide.condition=frozen_encoder", f"guide.encoder={tmp_path / 'vit'}"), tmp_path / "runs")
+
+
+def test_clients_that_hold_the_same_pool_images_share_what_is_known_of_them():
+    data = assemble.split(experiment()).federation
+    guide = assemble.build_guide(experiment(), data, torch.device("cpu"), embedded.load("digits"))
+    one, two = guide.describer.items([data.shard(0), data.shard(0)])
+    assert all(a is b for a, b in zip(one, two, strict=True))

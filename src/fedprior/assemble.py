@@ -39,6 +39,10 @@ def split(experiment: Experiment) -> Split:
         raise UserError(
             f"clients={experiment.clients} is more than the {len(labels)} training images; use fewer clients"
         )
+    if not experiment.partition.needs_domains:  # a column of that name must not change what is measured
+        source = source.without_domains()
+    elif source.domains and "domain" not in source.test:
+        raise UserError(f"the test split of {d.name} has no column 'domain', so no domain could be judged; add it")
     domains = source.train["domain"].numpy() if "domain" in source.train else None
     parts = partition.split(experiment.partition, labels, experiment.clients, experiment.seed, domains, source.domains)
     federation = Federation(

@@ -171,14 +171,15 @@ def plan(
     if result["state_MB"]:
         print(f"Clients would remember {result['state_MB']:.1f} MB between rounds, and the disk hold up to twice that.")
     if (described := result["descriptors"])["prompts"]:
-        what = f"{described['images']} images, {described['disk_MB']:.1f} MB on disk; {described['stored']} are there"
+        disk = f", {described['disk_MB']:.1f} MB on disk" if described["disk_MB"] is not None else ""
+        what = f"{described['images']} images{disk}; {described['stored']} are there"
         anew = described["passes"] and not described["images"]
         print(
             f"{described['passes']} passes of the UNet would describe images under {described['prompts']} prompts each "
             f"({'anew as training goes on' if anew else what})."
         )
     if "note" in result:
-        print(f"The time for images is not known: {result['note']}")
+        print(f"What the prior takes is not known: {result['note']}")
     if result["seconds"] is not None:
         print(
             f"About {clock(result['generation_seconds'])} for images, {clock(result['description_seconds'])} for "

@@ -174,10 +174,12 @@ class Choice:
     name_of: Callable[[Any], str]
 
 
-def _registry(kind: str, entries: Mapping[str, Any]) -> Choice:
+def _registry(kind: str, entries: Mapping[str, Any], also: Sequence[str] = ()) -> Choice:
+    """`also` are words that a person may say although no entry has the name."""
+
     def make(name: str) -> Any:
         if name not in entries:
-            raise unknown(kind, name, entries)
+            raise unknown(kind, name, [*entries, *also])
         return entries[name]()
 
     def name_of(value: Any) -> str:
@@ -190,7 +192,7 @@ CHOICES: dict[str, Choice] = {
     "data": Choice(lambda name: Data(name=name), lambda value: value.name),
     "prior": Choice(lambda name: PriorChoice(name=name), lambda value: value.name),
     "partition": _registry("partition", PARTITIONS),
-    "method": _registry("method", METHODS),
+    "method": _registry("method", METHODS, also=("feddifrc",)),
     "server": _registry("server optimiser", SERVER_OPTIMIZERS),
     "aggregate": _registry("aggregation rule", AGGREGATES),
     "schedule": _registry("schedule", SCHEDULES),
@@ -228,6 +230,8 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
             raise UsageError(f"'{word}' is not of the form key=value")
         pairs.append((key.strip().replace("-", "_"), text.strip()))
     given = {key for key, _ in pairs}
+    if {"method=feddifrc", "guide=none"} <= set(words):
+        raise UsageError("method=feddifrc is fedavg with guide=feddifrc; with guide=none say method=fedavg")
     if {"steps", "epochs"} <= given:
         raise UsageError("give the local work either as steps or as epochs, not both")
     pairs.sort(key=lambda pair: ("." in pair[0], pair[0] != "method"))  # the method decides what a server means
@@ -290,7 +294,8 @@ def _has(head: str, value: Any, tail: str) -> bool:
 def _unknown_key(experiment: Experiment, key: str, current: Any) -> UsageError:
     head, _, tail = key.partition(".")
     if tail and head in OPTIONAL and current is None:
-        return UsageError(f"{key} has no meaning while {head}=none; choose a {head} first, e.g. {head}=...")
+        example = {"prior": "digits", "balance": "max", "guide": "feddifrc"}[head]
+        return UsageError(f"{key} has no meaning while {head}=none; choose a {head} first, e.g. {head}={example}")
     valid = keys(experiment)
     leaves = {k.rpartition(".")[2]: k for k in valid}
     if tail and head in CHOICES:

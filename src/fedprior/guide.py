@@ -28,7 +28,7 @@ from .errors import UsageError
 from .method import Context
 from .net import Output
 from .nets.heads import shape_of_head
-from .prepare.describe import Describer, Item
+from .prepare.describe import Describer
 from .priors import prompts
 from .priors.base import Prior
 from .priors.descriptor import Basis, Description
@@ -88,6 +88,10 @@ class FedDifRC(Description):
                 raise UsageError(f"guide.{key} must be a number of at least 0, not {getattr(self, key)}")
         if not 0 < self.temperature < float("inf"):
             raise UsageError(f"guide.temperature must be above 0, not {self.temperature}")
+        if not self.labels and not self.tdcl and not self.ndcr:
+            raise UsageError("guide.labels=false trains on guide.tdcl and guide.ndcr alone; one must be above 0")
+        if not self.labels and self.negatives > len(nouns()):
+            raise UsageError(f"guide.negatives must be at most {len(nouns())} with guide.labels=false")
         if self.negatives < 1:
             raise UsageError(f"guide.negatives must be at least 1, not {self.negatives}")
         if self.template.count("{}") != 1:
@@ -180,6 +184,11 @@ def ndcr(z: Tensor, noise: Tensor, kind: str) -> Tensor:
     return (zn - hn).square().sum(1).mean()
 
 
+def standardised(x: Tensor, scale: Tensor) -> Tensor:
+    """x / scale; a component that did not vary (beyond rounding) says nothing and becomes zero."""
+    return torch.where(scale > EPSILON * scale.max(), x / scale, 0.0)
+
+
 @dataclass(kw_only=True)
 class Guide:
     """A configuration with its prior and the federation's descriptors: what a worker asks for columns and loss."""
@@ -189,15 +198,18 @@ class Guide:
     classes: tuple[str, ...]
     encoder: ImageEncoder | None = None
     describer: Describer = field(init=False)
-    _items: dict[int, list[Item]] = field(default_factory=dict)  # of each client, static descriptors
+    _keys: dict[int, list[bytes]] = field(default_factory=dict)  # of each client's rows, static descriptors
     _anchors: Tensor | None = None
 
     def __post_init__(self) -> None:
+        names = self.classes if self.config.labels else nouns()
+        made = [self.config.prompt(name) for name in names]
         self.describer = Describer(
             prior=self.prior,
             how=self.config,
             prompts_of=self.prompts_of,
-            fit_prompts=self.fit_prompts(),
+            fit_prompts=["", *made[:: -(-len(made) // 10)]],
+            made_prompts=made,
             encoder=self.encoder,
         )
 
@@ -217,16 +229,12 @@ class Guide:
         """Are class prompts needed?"""
         return self.config.tdcl > 0 and self.config.anchors == "diffusion"
 
-    def fit_prompts(self) -> list[str]:
-        names = self.classes if self.config.labels else nouns()
-        return ["", *(self.config.prompt(name) for name in names[:10])]
-
     def prompts_of(self, image: bytes, label: int) -> list[str]:
         """The text prompts, if any, and as the last one H's."""
         number = int.from_bytes(image[:7])
         words: list[str] = []
         if self.text and self.everything:
-            words = [self.config.prompt(name) for name in self.classes]
+            words = list(self.describer.made_prompts)
         elif self.text and self.config.labels:
             rng = seeds.stream(self.config.noise_seed, "negatives", number)
             others = [c for c in range(len(self.classes)) if c != label]
@@ -273,7 +281,7 @@ class Guide:
         missing = self.describer.missing(items)
         with progress.task(f"descriptors by {self.prior.name}", len(missing)) as update:
             self.describer.fill(items, missing, federation.table["image"], lambda done: update(done, ""))
-        self._items = dict(zip(clients, items, strict=True))
+        self._keys = {k: [item.key for item in own] for k, own in zip(clients, items, strict=True)}
         return len(missing)
 
     # on the client, before its local training
@@ -290,10 +298,10 @@ class Guide:
                 columns = self.conditioned(base, ctx)
                 if self.config.refresh_rounds > 1:
                     kept = columns | {"since": torch.tensor(round)}
-        elif client in self._items:
+        elif client in self._keys:
             stores = {level: self.describer.level_store(level) for level in self.describer.sizes}
-            keys = [item.key for item in self._items[client]]
-            columns = self.columns({level: s.gather(keys) for level, s in stores.items()}, base["label"].cpu())
+            found = {level: s.gather(self._keys[client]) for level, s in stores.items()}
+            columns = self.columns(found, base["label"].cpu())
         else:
             columns = {}
         if self.config.tdcl > 0:
@@ -314,8 +322,9 @@ class Guide:
             with torch.no_grad():
                 seen = ctx.net(ctx.start, base["image"][which.to(base["image"].device)], train=False).features
             mine = [items[i] for i in which.tolist()]
-            parts.append(self.describer.compute(image[which], mine, basis, self.describer.directions(seen)))
-        return self.columns({level: torch.cat([p[level].cpu() for p in parts]) for level in basis}, base["label"].cpu())
+            described = self.describer.compute(image[which], mine, basis, self.describer.directions(seen))
+            parts.append({level: x.cpu() for level, x in described.items()})
+        return self.columns({level: torch.cat([p[level] for p in parts]) for level in basis}, base["label"].cpu())
 
     def columns(self, descriptors: Mapping[int, Tensor], label: Tensor) -> Table:
         """`text` [n, P, d] and `noise` [n, d] from {level: [n, P or P + 1, m]}, float16."""
@@ -335,10 +344,9 @@ class Guide:
         basis: Basis = self.describer.basis("global")[level]
         x = x.float()
         if self.config.whiten == "component" or not self.text:
-            return (x - basis.centre) / basis.scale.clamp(min=EPSILON)
-        text = (x[:, :-1] - x[:, :-1].mean(1, keepdim=True)) / basis.prompt_scale.clamp(min=EPSILON)
-        noise = (x[:, -1:] - basis.centre) / basis.scale.clamp(min=EPSILON)
-        return torch.cat([text, noise], dim=1)
+            return standardised(x - basis.centre, basis.scale)
+        text = standardised(x[:, :-1] - x[:, :-1].mean(1, keepdim=True), basis.prompt_scale)
+        return torch.cat([text, standardised(x[:, -1:] - basis.centre, basis.scale)], dim=1)
 
     def anchors(self) -> Tensor:
         """What stands in the place of descriptors under class prompts: float16 [C, d]."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import seeds, tree
 from .data.augment import crop_flip
 from .data.table import Shard, Table
-from .guide import Guide
+from .guide import HEAD, Guide
 from .method import Context, Method, Result
 from .net import BNStats, Net, layout, split
 from .optim import Optimizer
@@ -145,7 +145,8 @@ class Worker:
         loss, out = self.method.loss(before | {"params": params}, batch, ctx)
         if self.guide is not None:
             loss = self.guide.loss(loss, out, params, batch)
-        found = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+        idle = self.guide is not None or f"{HEAD}.weight" in params  # a guide may use its layer alone, or not at all
+        found = torch.autograd.grad(loss, list(params.values()), allow_unused=idle, materialize_grads=idle)
         grads = dict(zip(params, found, strict=True))
         with torch.no_grad():
             after: Tree = {}

@@ -1,7 +1,7 @@
 """What an experiment would cost, before it runs: images, megabytes, seconds."""
 
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from .aggregate import Mean
 from .config import Experiment
 from .data.table import Federation, Shard
 from .engines.serial import Serial
-from .errors import UserError
+from .errors import UsageError, UserError
 from .federate import begin
 from .guide import Guide
 from .method import Round
@@ -35,6 +35,8 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     guide, note = None, ""
     try:
         guide = assemble.build_guide(experiment, federation, device)
+    except UsageError:
+        raise
     except UserError as error:  # a prior that is not there yet must not hide the rest
         note = str(error)
     net = assemble.build_net(experiment, federation, device, guide)
@@ -60,10 +62,10 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
         "clients": clients,
         "MB": traffic,
         "server_images": server_images,
-        "state_MB": state_MB(experiment, engine),
+        "state_MB": state_MB(experiment, engine, guide, int((real + synthetic).sum())),
         "disk_MB": out["images"] * height * width * PNG_BYTES_PER_PIXEL / MB,
     }
-    described = descriptors(experiment, guide, federation, out["images"], cohort) if guide else NOTHING
+    described = descriptors(experiment, guide, federation, int(synthetic.sum()), out["images"], cohort)
     out |= {"descriptors": described._asdict()}
     seconds: dict[str, float | None] = dict.fromkeys(SECONDS)
     if calibrate:
@@ -91,27 +93,34 @@ class Descriptors(NamedTuple):
     images: int  # to describe before round 1
     stored: int  # described already
     prompts: int  # of each image
-    passes: int  # of the UNet, in all
-    disk_MB: float  # of new descriptors
+    passes: int  # of the UNet, in all; with dynamic conditions about as many, over all rounds
+    disk_MB: float | None  # of new descriptors; None where the prior, and so their width, is not known
 
 
-NOTHING = Descriptors(0, 0, 0, 0, 0.0)
-
-
-def descriptors(experiment: Experiment, guide: Guide, federation: Federation, new: int, cohort: int) -> Descriptors:
-    """For the real rows and `new` images that are still to be made. With dynamic conditions nothing is kept: the
-    passes are those of all rounds."""
-    shards = [federation.shard(k) for k, rows in enumerate(federation.clients) if len(rows)]
-    prompts = len(guide.prompts_of(bytes(8), 0))
-    rows = sum(map(len, shards))
-    if guide.config.condition == "dynamic":
-        times = cohort * -(-experiment.rounds // guide.config.refresh_rounds) / len(shards)
-        passes = round(times * (rows + new) * prompts * guide.config.draws)
-        return Descriptors(0, 0, prompts, passes, 0.0)
-    lacking = len(guide.describer.missing(guide.describer.items(shards))) if prompts else 0
-    images = lacking + (new if prompts else 0)
-    size = images * prompts * guide.width * 2 / MB  # float16
-    return Descriptors(images, rows - lacking, prompts, images * prompts * guide.config.draws, size)
+def descriptors(
+    experiment: Experiment, guide: Guide | None, federation: Federation, rows: int, new: int, cohort: int
+) -> Descriptors:
+    """For the real rows, and `rows` synthetic ones of `new` images that are still to be made."""
+    if experiment.guide is None:
+        return Descriptors(0, 0, 0, 0, 0.0)
+    asks = guide or Guide(config=experiment.guide, prior=cast(Any, None), classes=federation.classes)
+    federation = assemble.gathered(experiment, federation)
+    shards = [federation.shard(k) for k, own in enumerate(federation.clients) if len(own)]
+    prompts = len(asks.prompts_of(bytes(8), 0))
+    draws = experiment.guide.draws
+    if experiment.guide.condition == "dynamic":
+        held = sum(map(len, shards)) + (new if experiment.method.pooled else rows)
+        chance, wait = cohort / len(shards), experiment.guide.refresh_rounds
+        times = experiment.rounds * chance / (1 + (wait - 1) * chance)  # a client describes anew when it is next drawn
+        return Descriptors(0, 0, prompts, round(times * held * prompts * draws), 0.0)
+    if not prompts:
+        return Descriptors(0, 0, 0, 0, 0.0)
+    items = asks.describer.items(shards)
+    wanted = len({item.key for own in items for item in own})
+    lacking = len(guide.describer.missing(items)) if guide else wanted
+    images = lacking + new
+    disk = images * prompts * guide.width * 2 / MB if guide else None  # float16
+    return Descriptors(images, wanted - lacking, prompts, images * prompts * draws, disk)
 
 
 def seconds_per_pass(guide: Guide, federation: Federation) -> float:
@@ -144,13 +153,16 @@ def traffic_MB(experiment: Experiment, engine: Serial, cohort: int) -> float:
     return cohort * (sent[0] + received + (experiment.rounds - 1) * (sent[1] + received)) / MB
 
 
-def state_MB(experiment: Experiment, engine: Serial) -> float:
+def state_MB(experiment: Experiment, engine: Serial, guide: Guide | None = None, rows: int = 0) -> float:
     """What the clients remember between rounds, once all have taken part. On disk it takes up to twice that."""
     worker = engine.worker
     server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
     down = {"weights": server.weights, "shared": worker.method.broadcast(server)}
     memory = worker.sample(down, engine.federation.shard(engine.clients[0]))[1]
-    return len(engine.clients) * tree.num_bytes(memory) / MB
+    own = 0
+    if guide and guide.config.condition == "dynamic" and guide.config.refresh_rounds > 1:
+        own = rows * len(guide.prompts_of(bytes(8), 0)) * guide.width * 2  # float16 columns of all rows
+    return (len(engine.clients) * tree.num_bytes(memory) + own) / MB
 
 
 def seconds_per_image(experiment: Experiment, federation: Federation, device: torch.device) -> float:

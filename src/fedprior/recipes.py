@@ -160,8 +160,7 @@ def with_method(recipe: Callable[[], Experiment], method: Method) -> Callable[[]
     def changed() -> Experiment:
         base = recipe()
         balance = None if isinstance(method, GPTFL) else base.balance
-        prior = base.prior if balance or method.images else None
-        return replace(base, method=method, server=None, prior=prior, balance=balance, guide=None)
+        return replace(base, method=method, server=None, balance=balance, guide=None)
 
     changed.__doc__ = f"{recipe.__doc__} With {type(method).__name__}."
     return changed

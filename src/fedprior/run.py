@@ -12,6 +12,7 @@ import torch
 from . import __version__, assemble, resume
 from .checkpoint import Checkpoints, State
 from .config import CHOICES, Experiment
+from .data import augment
 from .data.partition import Partition
 from .data.table import Federation, Table, take
 from .engines.serial import Serial
@@ -103,6 +104,10 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
         progress.say(f"net={experiment.net}: {remark}")
     if experiment.bn_stats == "local" and not net.batch_norm_names:
         progress.say(f"net={experiment.net}: there is no batch norm in it, so bn_stats=local changes nothing")
+    if experiment.augment and not augment.mirrors(real.classes):
+        progress.say(
+            f"classes such as '{real.classes[0]}' are taken for digits, so augment=true does not mirror images"
+        )
     federation, synthesis = real, None
     if experiment.balance is not None:
         federation, synthesis = assemble.balance(experiment, real, device, progress, prior)
@@ -274,6 +279,8 @@ class Judge:
         if self.rows is None:
             return weights
         z = embed(worker.net, weights, self.rows)
+        if not z.isfinite().all():
+            return weights
         head = zip(
             ("head.weight", "head.bias"), linear_head(z, self.rows["label"], self.classes, worker.seed), strict=True
         )
@@ -284,6 +291,8 @@ class Judge:
             return {}
         net = self.engine.worker.net
         bank, asked = (embed(net, weights, part) for part in (self.rows, self.test))
+        if not (bank.isfinite().all() and asked.isfinite().all()):
+            return {"knn": None}
         return {"knn": knn(bank, self.rows["label"], asked, self.test["label"])}
 
     def client(self, client: int, server: Server) -> Evaluation:

@@ -7,7 +7,7 @@ rule that draws nothing. Decoded sets are kept in the cache under a digest of wh
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,10 @@ class Source:
     test: Table  # images of the same height and width
     classes: tuple[str, ...]  # readable names, by label
     domains: tuple[str, ...] = ()  # names as in the data, sorted, by domain; empty without a column `domain`
+
+    def without_domains(self) -> "Source":
+        plain = lambda part: {name: column for name, column in part.items() if name != "domain"}
+        return replace(self, train=plain(self.train), test=plain(self.test), domains=())
 
 
 def load(
@@ -229,7 +233,7 @@ def _readable(names: Sequence[str], labels: Tensor, rows: Rows, column: str) -> 
 
 
 def _domains(rows: Rows) -> list[str] | None:
-    """The name of each row's domain; None where there is no column `domain`."""
+    """The name of each row's domain; None where there is no column `domain` of text or whole numbers."""
     import datasets
     import pyarrow as pa
 
@@ -237,9 +241,7 @@ def _domains(rows: Rows) -> list[str] | None:
         return None
     values, feature = rows.columns["domain"], rows.features["domain"]
     if not (_is_text(values.type) or pa.types.is_integer(values.type)):
-        raise UserError(
-            f"column 'domain' of {rows.where} holds {values.type}, not text or whole numbers; correct or rename it"
-        )
+        return None  # whatever it holds, it names no domains
     numbered = isinstance(feature, datasets.ClassLabel) and pa.types.is_integer(values.type)
     out = []
     for row, value in enumerate(values.to_pylist()):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedprior import seeds, store
 from fedprior.data.table import Shard
+from fedprior.errors import UserError
 from fedprior.priors import descriptor
 from fedprior.priors.base import Prior
 from fedprior.priors.descriptor import Basis, Description
@@ -41,6 +42,13 @@ def _stored(path: Path, copy: bool = True) -> dict[str, Tensor]:
     return found[0]
 
 
+def _keep(path: Path, content: dict[str, Tensor]) -> None:
+    try:
+        store.write_tree(path, content)
+    except OSError as error:
+        raise UserError(f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space") from None
+
+
 class Item(NamedTuple):
     """One image whose descriptors are wanted."""
 
@@ -58,19 +66,27 @@ class LevelStore:
         self.folder = folder
         self.files: list[Tensor] = []  # [n, P, m], mapped
         self.index: dict[bytes, tuple[int, int]] = {}  # key -> (file, row)
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("*.safetensors"), key=lambda p: (p.stat().st_mtime_ns, p.name)):
             if content := _stored(path, copy=False):
                 self.add([key.tobytes() for key in content["keys"].numpy()], content["values"])
 
     def add(self, keys: Sequence[bytes], values: Tensor) -> None:
-        self.index |= {key: (len(self.files), row) for row, key in enumerate(keys)}
+        """Of a key that two processes described, the older file counts, now and later."""
+        for row, key in enumerate(keys):
+            self.index.setdefault(key, (len(self.files), row))
         self.files.append(values)
 
     def write(self, keys: Sequence[bytes], values: Tensor) -> None:
-        """Keeps float [n, P, m]. A file is named by its keys, so who writes the same beside us does no harm."""
+        """Keeps float [n, P, m]. A file is named by its keys, so who writes the same beside us does no harm.
+
+        Raises UserError for values that float16 does not hold, and where the cache cannot be written.
+        """
         path = self.folder / f"{store.digest(*keys)[:32]}.safetensors"
         coded = torch.from_numpy(np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1).copy())
-        store.write_tree(path, {"keys": coded, "values": values.to(torch.float16)})
+        half = values.to(torch.float16)
+        if not half.isfinite().all():
+            raise UserError("descriptors are too large for float16; use guide.pool=rms or fewer guide.components")
+        _keep(path, {"keys": coded, "values": half})
         self.add(keys, store.read_tree(path, copy=False)[0]["values"])
 
     def gather(self, keys: Sequence[bytes]) -> Tensor:
@@ -88,13 +104,15 @@ class LevelStore:
 class Describer:
     """Descriptors by one prior in one way. `encoder` is there with `condition="frozen_encoder"` only.
 
-    `fit_prompts` are those of the images that the prior makes for a global basis; the first one names no class.
+    `made_prompts` ask the prior for the images of a global basis, which are then read under `fit_prompts`; the first of
+    these names no class.
     """
 
     prior: Prior
     how: Description
     prompts_of: PromptsOf
     fit_prompts: Sequence[str]
+    made_prompts: Sequence[str]
     encoder: ImageEncoder | None = None
     _stores: dict[int, LevelStore] = field(default_factory=dict)
     _bases: dict[tuple[str, int], Basis] = field(default_factory=dict)
@@ -121,7 +139,7 @@ class Describer:
             "size": self.size,
             "dtype": self.prior.settings["dtype"],
             "encoder": self.encoder.revision if self.encoder else "",
-            "fit": [list(self.fit_prompts), self.prior.settings] if self.how.pca == "global" else [],
+            "fit": [self.fit_prompts, self.made_prompts, self.prior.settings] if self.how.pca == "global" else [],
         }
 
     @property
@@ -137,9 +155,18 @@ class Describer:
     def items(self, shards: Sequence[Shard]) -> list[list[Item]]:
         """What each shard's rows need."""
         digests: dict[int, bytes] = {}
-        return [self._items(shard, digests) for shard in shards]
+        known: dict[int, Item] = {}  # of rows that several clients hold, where axes are the same for all
+        return [self._items(shard, digests, known) for shard in shards]
 
-    def _items(self, shard: Shard, digests: dict[int, bytes]) -> list[Item]:
+    def _items(self, shard: Shard, digests: dict[int, bytes], known: dict[int, Item]) -> list[Item]:
+        if self.how.pca == "global":
+            new = [row for row in shard.rows.tolist() if row not in known]
+            made = self._grouped(Shard(shard.table, torch.tensor(new, dtype=torch.int64)), digests)
+            known |= dict(zip(new, made, strict=True))
+            return [known[row] for row in shard.rows.tolist()]
+        return self._grouped(shard, digests)
+
+    def _grouped(self, shard: Shard, digests: dict[int, bytes]) -> list[Item]:
         out = []
         whole = max(1, len(shard))
         for rows in shard.rows.split({"global": whole, "per_client": whole, "per_batch": BATCH}[self.how.pca]):
@@ -256,7 +283,7 @@ class Describer:
             made = self._made() if group == "global" else self._chosen(members, images)
             for level, basis in self._fit(*made).items():
                 if level in lacking:
-                    store.write_tree(self._basis_file(group, level), basis._asdict())
+                    _keep(self._basis_file(group, level), basis._asdict())
                     self._bases[group, level] = basis
         return {level: self._bases[group, level] for level in self.sizes}
 
@@ -264,14 +291,15 @@ class Describer:
         return self.folder / f"axes-{level}-{self.sizes[level]}" / f"{group[:32]}.safetensors"
 
     def _made(self) -> tuple[Tensor, list[Item]]:
-        """Images of the classes in turn, by the prior, each under all prompts."""
+        """Images of the classes in turn, one of each at least, by the prior, each under all `fit_prompts`."""
         shape = (self.size, self.size)
 
         def image(i: int) -> Item:
             return Item(b"", "global", seeds.number(self.how.noise_seed, "axes", i).to_bytes(8), i, self.fit_prompts)
 
-        count = self._images_needed(self.prior.generate([self.fit_prompts[-1]], [0], shape), [image(0)])
-        asked = [self.fit_prompts[1:][i % (len(self.fit_prompts) - 1)] for i in range(count)]
+        count = self._images_needed(self.prior.generate([self.made_prompts[-1]], [0], shape), [image(0)])
+        count = max(count, len(self.made_prompts))
+        asked = [self.made_prompts[i % len(self.made_prompts)] for i in range(count)]
         numbers = [seeds.number(self.how.noise_seed, "axes image", i) for i in range(count)]
         return self.prior.generate(asked, numbers, shape), [image(i) for i in range(count)]
 
@@ -279,6 +307,7 @@ class Describer:
         """Some of a group's rows, drawn by their number."""
         assert images is not None
         count = self._images_needed(images[[members[0].row]], members[:1])
+        count = len(members) if self.how.pca == "per_batch" else count
         order = seeds.stream(self.how.noise_seed, "axes rows", len(members)).permutation(len(members))[:count]
         return images[[members[i].row for i in order]], [members[i] for i in order]
 

@@ -83,7 +83,7 @@ class Description:
 
 def _numbers(key: str, text: str) -> list[int]:
     parts = text.replace(" ", "").split(",")
-    if not all(part.isdigit() and int(part) for part in parts):
+    if not all(part.isdecimal() and int(part) for part in parts):
         raise UsageError(f"guide.{key} must be whole numbers with commas, such as 2,3,4, not '{text}'")
     return [int(part) for part in parts]
 

@@ -29,12 +29,19 @@ class ImageEncoder:
             from transformers import CLIPVisionModelWithProjection
 
             try:
-                model = CLIPVisionModelWithProjection.from_pretrained(str(source), use_safetensors=True)
+                model, notes = CLIPVisionModelWithProjection.from_pretrained(
+                    str(source), use_safetensors=True, output_loading_info=True
+                )
             except Exception as error:  # the hub's HTTP library, and with it the kind of error, differs by version
                 why = str(error).strip().splitlines()[0][:200].rstrip(".")
                 raise UserError(
                     f"cannot load guide.encoder={source} ({why}); give a CLIP folder or hub id with safetensors"
                 ) from error
+        if lacking := notes["missing_keys"]:
+            raise UserError(
+                f"guide.encoder={source} holds no CLIP image tower ({len(lacking)} of its tensors are missing); give a "
+                "CLIP folder or hub id with safetensors"
+            )
         return cls(model.to(device), str(source))
 
     @torch.no_grad()

@@ -83,6 +83,8 @@ def _report_data(folders: Sequence[Path], title: str, notes: Sequence[str]) -> R
     for folder in folders:
         if examples(folder)[0] != classes:
             raise UserError(f"{folder} and {folders[shown]} have different classes; report them apart")
+    if len({config(folder).get("validation") for folder in folders}) > 1:
+        raise UserError("some of these runs are judged on held-out rows and others on other rows; report them apart")
     manifest = store.read_json(folders[shown] / "manifest.json")
     values = config(folders[shown])
     return ReportData(
