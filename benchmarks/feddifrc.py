@@ -38,6 +38,7 @@ SEEDS = (0, 1, 2)
 SEARCH_SEEDS = (100, 101, 102)
 VALIDATION = "validation=0.3"
 FINALISTS = 2
+RANDOM_UNET = "NDCR, UNet of random weights"
 SETS: dict[str, dict[str, Any]] = {
     "digits": {
         "words": ("data=digits", "cohort=5", "rounds=30", "steps=20", "batch_size=32"),
@@ -68,6 +69,12 @@ SETS: dict[str, dict[str, Any]] = {
         "searched": 1,
         "trials": 4,
         "timesteps": (50, 300),
+        "once": (
+            *(f"both, level{levels}" for levels in (" 2 only", " 3 only", " 4 only", "s 2,3,4")),
+            "NDCR, another image's target",
+            RANDOM_UNET,
+            "both, the paper's settings",
+        ),
         "left out": (
             *(f"both, t = {t}" for t in (0, 100, 300, 500, 999)),
             "both, dynamic condition",
@@ -82,7 +89,7 @@ SETS: dict[str, dict[str, Any]] = {
 WEIGHTS, TEMPERATURES = (0.03, 0.1, 0.3, 1, 3), (0.04, 0.1, 0.3, 1)
 LEVELS = ("2", "3", "4", "2,3,4")
 SWEEPS = [name for name in FEDDIFRC_ABLATION if "t = " in name or "black" in name or "condition" in name]
-SWEEPS += ["both, 3 negatives", "both, the released code's loss"]  # on the first split only
+SWEEPS += ["both, 3 negatives", "both, the released code's loss"]
 FAMILIES = {  # the words that make an arm, and what is drawn for it
     "tdcl": (("guide=feddifrc", "guide.ndcr=0"), ("tdcl", "temperature", "timestep", "levels", "whiten")),
     "ndcr": (("guide=feddifrc", "guide.tdcl=0"), ("ndcr", "timestep", "levels", "whiten", "noise_prompt")),
@@ -181,8 +188,9 @@ def arms(kind: str, found: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 def ablation(kind: str, base: tuple[str, ...], found: dict[str, Any], root: Path, workers: int) -> str:
     splits, chosen = SETS[kind]["splits"], arms(kind, found)
     random = untrained(base[-1].partition("=")[2], root / "untrained")
-    chosen["NDCR, UNet of random weights"] = (*found["ndcr"]["words"], f"prior={random}")
-    cells = [(name, split) for name in chosen for k, split in enumerate(splits) if k == 0 or name not in SWEEPS]
+    chosen[RANDOM_UNET] = (*found["ndcr"]["words"], f"prior={random}")
+    once = {*SWEEPS, *SETS[kind].get("once", ())}  # on the first split only
+    cells = [(name, split) for name in chosen for k, split in enumerate(splits) if k == 0 or name not in once]
     jobs = [(*base, *splits[split], *chosen[name], f"seed={s}") for name, split in cells for s in SEEDS]
     by_cell = dict(zip(cells, np.array(accuracies(jobs, root, workers)).reshape(-1, len(SEEDS)), strict=True))
     lines = [f"| arm | {' | '.join(splits)} |", "| --- |" + " --- |" * len(splits)]
