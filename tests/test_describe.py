@@ -1,6 +1,5 @@
 """Descriptors: what an image's vector is, and that it is computed once, kept, and found again."""
 
-from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -23,24 +22,6 @@ FIT_PROMPTS = ["", *CLASS_PROMPTS]
 IMAGE, LABEL = toy.images(12)
 TABLE = make(IMAGE, LABEL)
 ROUNDING = 2**-10  # of float16, relative
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return reference.checkpoint(tmp_path_factory.mktemp("prior"))
-
-
-@pytest.fixture(scope="module")
-def loaded(folder):
-    return DiffusionPrior.from_pretrained(folder, steps=1)
-
-
-@pytest.fixture
-def prior(loaded, monkeypatch):
-    """A tiny checkpoint; axes need few images."""
-    monkeypatch.setattr(describe, "TOKENS", 300)
-    monkeypatch.setattr(describe, "LEAST_IMAGES", 6)
-    return copy(loaded)
 
 
 def describer(
@@ -287,12 +268,12 @@ def test_whatever_changes_a_descriptor_has_a_folder_of_its_own(prior, other):
     assert torch.equal(described(prior, 0, 1), plain)
 
 
-def test_another_revision_another_prompt_and_another_precision_are_described_anew(prior, folder, tmp_path):
+def test_another_revision_another_prompt_and_another_precision_are_described_anew(prior):
     plain = describer(prior)
     fill(plain, shard(0, 1))
-    half = DiffusionPrior.from_pretrained(folder, steps=1, dtype="bf16")
+    half = DiffusionPrior.from_pretrained(prior.name, steps=1, dtype="bf16")
     assert describer(half).folder != plain.folder
-    whole = DiffusionPrior.from_pretrained(folder, steps=1)
+    whole = DiffusionPrior.from_pretrained(prior.name, steps=1)
     assert describer(whole).folder == plain.folder
     half.revision = prior.revision = "another"
     assert describer(prior).folder not in (describer(whole).folder, describer(half).folder)

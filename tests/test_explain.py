@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
+import test_cli
 import torch
 from PIL import Image
 
-from fedprior import cli
 from fedprior.guide import FedDifRC, Guide
 from fedprior.priors import embedded, explain
 from fedprior.priors.explain import Reader, Sample
@@ -192,16 +191,7 @@ def test_large_images_are_made_smaller_for_the_probe_on_pixels():
 # the command
 def call(capsys, *words):
     """-> (exit code, stdout, stderr)."""
-    argv, sys.argv = sys.argv, ["fedprior", "prior", "explain", *map(str, words)]
-    try:
-        cli.main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code or 0
-    finally:
-        sys.argv = argv
-    out = capsys.readouterr()
-    return code, out.out, out.err
+    return test_cli.call(capsys, "prior", "explain", *words)
 
 
 def test_the_command_writes_the_same_numbers_twice(capsys, tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """FedDifRC's two terms against numpy, its checks, what its released code does otherwise, and training under it."""
 
-from copy import copy
 from dataclasses import replace
 from itertools import islice
 
@@ -27,11 +26,9 @@ from fedprior.method import Method
 from fedprior.methods import FedAdam, FedAvg, FedBN, FedNH, FedProto, FedProx, Moon, Scaffold
 from fedprior.net import Net, Output
 from fedprior.optim import SGD
-from fedprior.prepare import describe
 from fedprior.prepare.balance import BalanceToMax
 from fedprior.priors import descriptor, embedded
 from fedprior.priors.descriptor import Description
-from fedprior.priors.diffusion import DiffusionPrior
 from fedprior.priors.encoder import ImageEncoder
 from fedprior.progress import Silent
 from fedprior.traffic import Traffic
@@ -39,24 +36,6 @@ from fedprior.traffic import Traffic
 CPU = torch.device("cpu")
 FORMS = ("l2_normalized", "l2_raw", "mse", "cosine", "kl_softmax")
 MANY = tuple(f"kind {i}" for i in range(25))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return reference.checkpoint(tmp_path_factory.mktemp("prior"))
-
-
-@pytest.fixture(scope="module")
-def loaded(folder):
-    return DiffusionPrior.from_pretrained(folder, steps=1)
-
-
-@pytest.fixture
-def prior(loaded, monkeypatch):
-    """A tiny checkpoint whose level 4 is as wide as the features of toy's net; axes need few images."""
-    monkeypatch.setattr(describe, "TOKENS", 300)
-    monkeypatch.setattr(describe, "LEAST_IMAGES", 6)
-    return copy(loaded)
 
 
 @pytest.fixture(scope="module")
