@@ -14,6 +14,7 @@ import torch
 import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from fedprior import assemble, local, partition
 from fedprior.cli import partition_show
@@ -308,10 +309,10 @@ def test_a_column_domain_counts_only_where_the_partition_is_by_domains(shared_da
 def test_domains_that_the_test_split_does_not_name_are_said_at_once(tmp_path):
 
     rng = np.random.default_rng(0)
-    image = [rng.integers(0, 255, (8, 8, 3), np.uint8) for _ in range(20)]
+    image = [Image.fromarray(rng.integers(0, 255, (8, 8, 3), np.uint8)) for _ in range(20)]
     columns = {"image": image, "label": [0, 1] * 10}
     for split, more in (("train", {"domain": ["a", "b"] * 10}), ("test", {})):
-        made = datasets.Dataset.from_dict({**columns, **more}).cast_column("image", datasets.Image())
+        made = datasets.Dataset.from_dict({**columns, **more})
         made.to_parquet(str(tmp_path / f"{split}.parquet"))
     e = override(Experiment(), [f"data.path={tmp_path}", "data=x", "partition=domains", "clients=2", "cohort=2"])
     with pytest.raises(UserError, match=r"the test split of x has no column 'domain'"):
