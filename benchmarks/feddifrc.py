@@ -76,6 +76,16 @@ SETS: dict[str, dict[str, Any]] = {
             RANDOM_UNET,
             "both, the paper's settings",
         ),
+        "more": {  # so few trials may have missed what served on digits
+            "NDCR, weight and whitening found on digits": (
+                "guide=feddifrc",
+                "guide.tdcl=0",
+                "guide.ndcr=1",
+                "guide.timestep=50",
+                "guide.levels=2",
+                "guide.whiten=prompt",
+            )
+        },
         "left out": (
             *(f"both, t = {t}" for t in (0, 100, 300, 500, 999)),
             "both, dynamic condition",
@@ -190,6 +200,7 @@ def arms(kind: str, found: dict[str, Any]) -> dict[str, tuple[str, ...]]:
 def ablation(kind: str, base: tuple[str, ...], found: dict[str, Any], root: Path, workers: int) -> str:
     splits, chosen = SETS[kind]["splits"], arms(kind, found)
     random = untrained(base[-1].partition("=")[2], root / "untrained")
+    chosen |= SETS[kind].get("more", {})
     chosen[RANDOM_UNET] = (*found["ndcr"]["words"], f"prior={random}")
     once = {*SWEEPS, *SETS[kind].get("once", ())}  # on the first split only
     cells = [(name, split) for name in chosen for k, split in enumerate(splits) if k == 0 or name not in once]
