@@ -278,7 +278,8 @@ def main() -> None:
         base = (*base, f"data.path={subset(a.data, root / 'subset')}")
     base = (*base, f"prior={a.prior}")
     about = {
-        "command": f"python benchmarks/feddifrc.py {a.what} {a.set}",
+        "command": f"python benchmarks/feddifrc.py {a.what} {a.set}"
+        + (" --prior FOLDER --data FOLDER" if a.data else ""),
         "hardware": environment.processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
