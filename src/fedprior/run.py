@@ -252,6 +252,7 @@ class Judge:
             self.KEYS = (*self.KEYS, "per_domain")
         guide = engine.worker.guide
         self.rows: Table | None = None  # that a probe is fitted on
+        self.bank = torch.empty(0)  # their features under the weights last deployed, [n, D]
         if guide is not None and not guide.config.labels:
             held = torch.cat(list(engine.federation.clients)).unique()
             rows = take(engine.federation.table, held)
@@ -278,7 +279,7 @@ class Judge:
         weights = worker.method.deploy(worker.net, server.weights, self.images, worker.seed)
         if self.rows is None:
             return weights
-        z = embed(worker.net, weights, self.rows)
+        self.bank = z = embed(worker.net, weights, self.rows)
         if not z.isfinite().all():
             return weights
         head = zip(
@@ -289,8 +290,7 @@ class Judge:
     def neighbours(self, weights: dict[str, Any]) -> dict[str, Any]:
         if self.rows is None:
             return {}
-        net = self.engine.worker.net
-        bank, asked = (embed(net, weights, part) for part in (self.rows, self.test))
+        bank, asked = self.bank, embed(self.engine.worker.net, weights, self.test)
         if not (bank.isfinite().all() and asked.isfinite().all()):
             return {"knn": None}
         return {"knn": knn(bank, self.rows["label"], asked, self.test["label"])}
