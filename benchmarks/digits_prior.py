@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedprior.data import digits, table
 from fedprior.data.table import Table
-from fedprior.priors import check, embedded, prompts, train
+from fedprior.priors import architecture, check, embedded, prompts, train
 from fedprior.priors.diffusion import DiffusionPrior
 
 SEEDS = (0, 1, 2)
@@ -35,9 +35,9 @@ def say(text: str) -> None:
 def held_out_prior(folder: Path, seen: Table) -> DiffusionPrior:
     """The second prior; trained where the folder holds none."""
     if not (folder / "model_index.json").exists():
-        captions = train.digit_captions()
-        made = train.train(seen["image"], seen["label"], captions, seed=0, autoencoder_steps=1500, steps=2600, log=say)
-        train.save(made.pipeline, folder, train.DIGITS_DEFAULTS)
+        recipe = train.RECIPES["digits"]
+        made = train.train(seen["image"], seen["label"], recipe, seed=0, log=say)
+        architecture.save(made.pipeline, folder, recipe.defaults)
     return DiffusionPrior.from_pretrained(folder, batch_size=128)
 
 

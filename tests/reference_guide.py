@@ -136,12 +136,12 @@ def parts(layout, texts):
     from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    from fedprior.priors import train
+    from fedprior.priors import architecture
 
     prediction, heads, linear, hidden = LAYOUTS[layout]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        tokenizer = train.build_tokenizer(texts)
+        tokenizer = architecture.build_tokenizer(texts)
         vae = AutoencoderKL(
             down_block_types=("DownEncoderBlock2D",) * 2,
             up_block_types=("UpDecoderBlock2D",) * 2,
@@ -158,7 +158,7 @@ def parts(layout, texts):
                 intermediate_size=32,
                 num_hidden_layers=2,
                 num_attention_heads=4,
-                max_position_embeddings=train.TOKENS,
+                max_position_embeddings=architecture.TOKENS,
                 bos_token_id=tokenizer.bos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
@@ -189,7 +189,7 @@ def parts(layout, texts):
 
 def checkpoint(folder, layout="1.x", texts=("a photo of a visual similar object ant bee cat dog",)):
     """Writes such a checkpoint to a folder -> the folder."""
-    from fedprior.priors import train
+    from fedprior.priors import architecture
 
-    train.build_pipeline(*parts(layout, texts)).save_pretrained(folder, safe_serialization=True)
+    architecture.build_pipeline(*parts(layout, texts)).save_pretrained(folder, safe_serialization=True)
     return folder

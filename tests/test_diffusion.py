@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from fedprior.errors import UsageError, UserError
-from fedprior.priors import embedded, faults, train
+from fedprior.priors import architecture, embedded, faults
 from fedprior.priors.diffusion import DiffusionPrior, folder_digest, to_bytes
 
 WORDS = ["a photo of a cat", "a photo of a dog"]
@@ -24,9 +24,11 @@ def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny") / "prior"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        tokenizer = train.build_tokenizer(WORDS)
-        vae, text, unet = train.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)
-    train.save(train.build_pipeline(vae, text, tokenizer, unet, train.build_scheduler()), folder, {})
+        tokenizer = architecture.build_tokenizer(WORDS)
+        vae, text, unet = architecture.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)
+    architecture.save(
+        architecture.build_pipeline(vae, text, tokenizer, unet, architecture.build_scheduler()), folder, {}
+    )
     (folder / "fedprior.json").unlink()
     return folder
 
@@ -183,8 +185,8 @@ def test_a_checkpoint_of_the_xl_layout_works_the_same(tmp_path):
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        tokenizer = train.build_tokenizer(WORDS)
-        vae, text, _ = train.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)
+        tokenizer = architecture.build_tokenizer(WORDS)
+        vae, text, _ = architecture.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)
         config = CLIPTextConfig(**text.config.to_dict() | {"projection_dim": 8})
         unet = UNet2DConditionModel(
             sample_size=8,
@@ -206,7 +208,7 @@ def test_a_checkpoint_of_the_xl_layout_works_the_same(tmp_path):
             tokenizer=tokenizer,
             tokenizer_2=tokenizer,
             unet=unet,
-            scheduler=train.build_scheduler(),
+            scheduler=architecture.build_scheduler(),
         ).save_pretrained(tmp_path)
     prior = DiffusionPrior.from_pretrained(tmp_path, steps=2)
     together = prior.generate(WORDS, [1, 2], (8, 8))

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from fedprior import nets
 from fedprior.data import digits, table
 from fedprior.errors import UserError
-from fedprior.priors import check, embedded, prompts, train
+from fedprior.priors import architecture, check, embedded, prompts, train
 from fedprior.priors.diffusion import DiffusionPrior
 
 # The embedded digits --------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ def trained(tmp_path_factory):
     base = tmp_path_factory.mktemp("trained")
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
         torch.rand(3)  # moves the global generator
-        train.train_digits(base / name, seed=seed, autoencoder_steps=2, steps=2, log=lambda line: None)
+        train.train_embedded("digits", base / name, seed=seed, autoencoder_steps=2, steps=2, log=lambda line: None)
     return base
 
 
@@ -101,7 +102,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(trained):
 def test_a_trained_folder_loads_with_its_defaults_and_record(trained):
     prior = embedded.load(trained / "first")
     assert (prior.steps, prior.guidance, prior.size) == tuple(
-        train.DIGITS_DEFAULTS[k] for k in ("steps", "guidance", "size")
+        train.RECIPES["digits"].defaults[k] for k in ("steps", "guidance", "size")
     )
     assert prior.generate(["a photo of a two"], [0], (16, 16)).shape == (1, 3, 16, 16)
     record = json.loads((trained / "first" / "fedprior.json").read_text())["training"]
@@ -118,10 +119,8 @@ def test_training_teaches_both_parts():
     result = train.train(
         public["image"][:64],
         public["label"][:64],
-        train.digit_captions(),
+        replace(train.RECIPES["digits"], autoencoder_steps=30, steps=20),
         seed=0,
-        autoencoder_steps=30,
-        steps=20,
         log=lambda line: None,
     )
     for losses in result.losses.values():
@@ -136,7 +135,7 @@ def test_training_never_reads_the_private_half(monkeypatch, tmp_path):
     seen = {}
     for name, images in (("whole", pixels), ("spoiled", spoiled)):
         monkeypatch.setattr(digits, "_raw", lambda images=images: (images, label))
-        train.train_digits(tmp_path / name, autoencoder_steps=1, steps=1, log=lambda line: None)
+        train.train_embedded("digits", tmp_path / name, autoencoder_steps=1, steps=1, log=lambda line: None)
         seen[name] = weights_digest(tmp_path / name)
     assert seen["whole"] == seen["spoiled"]
 
@@ -145,18 +144,18 @@ def test_a_folder_in_use_is_refused_before_training(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     for out in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(UserError, match="not empty; remove it or choose another folder"):
-            train.train_digits(out, autoencoder_steps=1, steps=1, log=pytest.fail)
+            train.train_embedded("digits", out, autoencoder_steps=1, steps=1, log=pytest.fail)
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_captions_cover_both_template_lists_and_fit_the_text_encoder():
     captions = train.digit_captions()
-    tokenizer = train.build_tokenizer([c for of_class in captions for c in of_class])
+    tokenizer = architecture.build_tokenizer([c for of_class in captions for c in of_class])
     for word, mine in zip(digits.CLASSES, captions, strict=True):
         assert {t.replace("{}", word) for t in prompts.CLIP + prompts.SINGLE} <= set(mine)
         assert f"a photo of the digit {word}" in mine
         assert len(mine) == len(set(mine))
-        assert max(len(tokenizer(c)["input_ids"]) for c in mine) <= train.TOKENS
+        assert max(len(tokenizer(c)["input_ids"]) for c in mine) <= architecture.TOKENS
         for c in mine:  # every word is one token: no merge of one word cuts up another
             assert len(tokenizer.tokenize(c)) == len(c.replace(".", " .").split())
     everything = [c for mine in captions for c in mine]
@@ -164,16 +163,16 @@ def test_captions_cover_both_template_lists_and_fit_the_text_encoder():
 
 
 def test_unknown_words_become_pieces_and_not_an_unknown_token():
-    tokenizer = train.build_tokenizer(["a photo of a cat"])
+    tokenizer = architecture.build_tokenizer(["a photo of a cat"])
     assert "".join(tokenizer.tokenize("zebra")).replace("</w>", "") == "zebra"
     assert tokenizer.unk_token_id not in tokenizer("zebra")["input_ids"][1:-1]
 
 
 def test_folded_latents_are_normal_and_decode_to_the_same_images():
-    tokenizer = train.build_tokenizer(["a photo of a cat"])
+    tokenizer = architecture.build_tokenizer(["a photo of a cat"])
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        vae = train.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)[0].eval()
+        vae = architecture.build_models(len(tokenizer), tokenizer, 16, (8, 8), (8, 8, 8, 8), 8)[0].eval()
         pixels = torch.rand(40, 3, 16, 16) * 2 - 1
     with torch.no_grad():
         before = vae.encode(pixels).latent_dist
@@ -189,8 +188,8 @@ def test_folded_latents_are_normal_and_decode_to_the_same_images():
 
 def test_the_denoiser_is_taught_the_velocity_of_every_latent():
     """A model that knows the one latent c solves x = a c + s n for the noise: its loss against a n - s c is zero."""
-    tokenizer = train.build_tokenizer(["a photo of a cat"])
-    scheduler = train.build_scheduler()
+    tokenizer = architecture.build_tokenizer(["a photo of a cat"])
+    scheduler = architecture.build_scheduler()
     c = 1.7
 
     class Oracle(nn.Module):
@@ -205,9 +204,9 @@ def test_the_denoiser_is_taught_the_velocity_of_every_latent():
             velocity = a * (x - a * c) / s - s * c + 0 * encoder_hidden_states.mean()
             return type("Output", (), {"sample": velocity})
 
-    latents, label, captions = torch.full((5, 4, 2, 2), c), torch.zeros(5, dtype=torch.long), [["a cat"]]
-    parts = (Oracle(), Oracle(), tokenizer, scheduler, latents, label, captions)
-    ((step, loss),) = train.fit_denoiser(*parts, 1, 0, lambda line: None)
+    latents, label = torch.full((5, 4, 2, 2), c), torch.zeros(5, dtype=torch.long)
+    parts = (Oracle(), Oracle(), tokenizer, scheduler, latents, label)
+    ((step, loss),) = train.fit_denoiser(*parts, train.Recipe(captions=[["a cat"]], steps=1), 0, lambda line: None)
     assert step == 1
     assert loss < 1e-4
 

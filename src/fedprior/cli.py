@@ -277,21 +277,22 @@ Source = Annotated[str, typer.Argument(help="An embedded prior (digits), a folde
 
 @prior_app.command("train")
 def prior_train(
-    name: Annotated[str, typer.Argument(help="Which embedded prior to train again: digits.")],
-    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")] = Path("digits-prior"),
+    name: Annotated[str, typer.Argument(help="Which embedded prior to train again: digits or cifar10.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the checkpoint; default: NAME-prior.")] = None,
+    data: Annotated[Path | None, typer.Option(help="A local copy of CIFAR-10; default: the hub's.")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Threads = 1,
     as_json: Json = False,
 ) -> None:
-    """Train an embedded prior from its public images, reproducibly."""
+    """Train an embedded prior on the public half of its images, reproducibly. Can be stopped and go on."""
     use_threads(threads)
-    from .priors.embedded import names
-    from .priors.train import train_digits
+    from .priors.train import RECIPES, train_embedded
     from .progress import for_terminal
 
-    if name not in names():
-        raise unknown("embedded prior", name, names())
-    record = train_digits(out, seed=seed, log=for_terminal().say)
+    if name not in RECIPES:
+        raise unknown("embedded prior", name, RECIPES)
+    out = out or Path(f"{name}-prior")
+    record = train_embedded(name, out, data=data, seed=seed, log=for_terminal().say)
     print(f"The prior lies in {out}; use it with prior={out}")
     emit({"directory": str(out), **record}, as_json)
 

@@ -15,6 +15,7 @@ from ..local import Worker
 from ..methods import FedAvg
 from ..net import Net
 from ..optim import AdamW
+from ..tree import Tree
 from . import faults, prompts
 from .base import Prior
 
@@ -95,14 +96,19 @@ def accuracy(image: Tensor, label: Tensor, test: Table, classes: int, seed: int)
 
     Raises ValueError for synthetic rows in the test table.
     """
+    net, trained = fit(image, label, classes, seed, STEPS)
+    return evaluate(net, trained, test, classes).accuracy
+
+
+def fit(image: Tensor, label: Tensor, classes: int, seed: int, steps: int) -> tuple[Net, Tree]:
+    """A small CNN after `steps` AdamW steps of 64 of these images uint8 [n, 3, H, W], and its weights."""
     height, width = image.shape[-2:]
     net = Net(nets.build("cnn", classes, size=(height, width), seed=seed))
     start = net.init()
-    worker = Worker(net=net, method=FedAvg(), optimizer=AdamW(lr=3e-3), batch_size=64, steps=STEPS, seed=seed)
+    worker = Worker(net=net, method=FedAvg(), optimizer=AdamW(lr=3e-3), batch_size=64, steps=steps, seed=seed)
     shard = Shard(make(image, label), torch.arange(len(label)))
     upload, _ = worker.train(0, shard, {"weights": start, "shared": {}}, {}, round=0)
-    trained = start | {"params": tree.add(start["params"], upload.tree["method"]["delta"])}
-    return evaluate(net, trained, test, classes).accuracy
+    return net, start | {"params": tree.add(start["params"], upload.tree["method"]["delta"])}
 
 
 def sample_grid(

@@ -1,31 +1,31 @@
-"""How the embedded prior is made: a small latent diffusion model in the Stable Diffusion folder layout.
+"""How the embedded priors are made: small latent diffusion models in the Stable Diffusion folder layout.
 
 An autoencoder is trained first, then a denoiser and its text encoder on the cached latents. Everything is
-counted in steps, so the same seed, thread count and library versions give the same weights.
+counted in steps, so the same seed, thread count and library versions give the same weights, whether training was
+interrupted or not.
 """
 
-import copy
 import math
 import platform
 import shutil
-import string
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from .. import seeds, store
-from ..data import digits
-from ..errors import UserError
-from . import prompts
+from ..data import digits, halves
+from ..data.table import Table, take
+from ..errors import UserError, unknown
+from . import check, prompts
+from .architecture import TOKENS, build_models, build_pipeline, build_scheduler, build_tokenizer, save
 from .quiet import quiet
 
-TOKENS = 16  # the longest caption has 11
 DIGIT_FORMS = (
     "a photo of the digit {}",
     "a photo of the number {}",
@@ -38,8 +38,34 @@ DIGIT_FORMS = (
     "a {}",
     "{}",
 )
+PHOTO_FORMS = ("a picture of a {}", "an image of a {}", "a {}", "the {}", "{}")
+CIFAR10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+ALSO = {"airplane": ("plane",), "automobile": ("car",)}
+
+EVERY = 60.0  # seconds between two checkpoints
 
 Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is trained, and how. Losses are on pixels in [-1, 1]."""
+
+    captions: Sequence[Sequence[str]]  # of each class
+    channels: tuple[int, ...] = (8, 16)  # of the autoencoder's levels; each but the first halves the image
+    widths: tuple[int, ...] = (24, 32, 40, 40)  # of the UNet's levels
+    hidden: int = 48  # width of the text encoder
+    autoencoder_steps: int = 1500
+    autoencoder_batch: int = 64
+    divergence: float = 0.01  # weight of the divergence of latents from a normal distribution, a number of the image
+    colour: float = 0.0  # weight of the squared error of 4 x 4 means: a plain error leaves hues to the last
+    likeness: float = 0.0  # weight of the error in features of a classifier trained on the same images
+    flips: bool = False  # mirrored images are images of the class too
+    steps: int = 2600  # of the denoiser
+    batch: int = 128
+    peak: float = 2e-3  # learning rate of the denoiser after warm-up
+    decay: float = 0.999  # of the denoiser's average
+    defaults: dict[str, Any] = field(default_factory=dict)  # sampling and classes, stored beside the weights
 
 
 class Trained(NamedTuple):
@@ -49,61 +75,120 @@ class Trained(NamedTuple):
     losses: dict[str, list[list[float]]]  # "autoencoder" and "denoiser": [step, mean since the one before]
 
 
-def train_digits(
-    out: Path,
-    *,
-    seed: int = 0,
-    autoencoder_steps: int = 1500,
-    steps: int = 2600,
-    log: Log = print,
-) -> dict[str, Any]:
-    """Train the digits prior on the public half of the digits and write it to the folder `out`, in float16.
-
-    Returns the record that also stands in the folder's `fedprior.json` under "training": seed, steps, rows,
-    CPU seconds, losses, versions, command. Raises UserError when `out` exists and is not an empty folder.
-    """
-    refuse_existing(out)
-    began = time.process_time()
-    public = digits.public()
-    trained = train(
-        public["image"],
-        public["label"],
-        digit_captions(),
-        seed=seed,
-        autoencoder_steps=autoencoder_steps,
-        steps=steps,
-        log=log,
-    )
-    record = {
-        "data": "scikit-learn digits, public half",
-        "images": len(public["label"]),
-        "seed": seed,
-        "autoencoder_steps": autoencoder_steps,
-        "steps": steps,
-        "threads": torch.get_num_threads(),
-        "cpu_seconds": round(time.process_time() - began, 1),
-        "losses": trained.losses,
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "diffusers", "transformers", "tokenizers")},
-        "command": f"fedprior prior train digits --seed {seed}",
-    }
-    save(trained.pipeline, out, DIGITS_DEFAULTS | {"training": record})
-    return record
-
-
-DIGITS_DEFAULTS = {
-    "steps": 10,
-    "guidance": 1.0,  # more of it loses variety: docs/records/digits_prior.json holds the comparison
-    "size": digits.SIZE,
-    "classes": list(digits.CLASSES),
-    "template": prompts.SINGLE[0],
-}
-
-
 def digit_captions() -> list[list[str]]:
     """All captions of each class: both template lists and digit forms, in words and numerals."""
     forms = prompts.SINGLE + prompts.CLIP + DIGIT_FORMS
     return [[prompts.prompt(n, f) for f in forms for n in (word, str(i))] for i, word in enumerate(digits.CLASSES)]
+
+
+def photo_captions(classes: Sequence[str]) -> list[list[str]]:
+    """All captions of each class: both template lists and short forms, with and without repaired articles."""
+    forms = prompts.SINGLE + prompts.CLIP + PHOTO_FORMS
+    plain = [[prompts.prompt(n, f) for f in forms for n in (word, *ALSO.get(word, ()))] for word in classes]
+    articled = lambda text, word: text.replace(f" a {word}", f" an {word}") if word[0] in "aeiou" else text
+    return [
+        list(dict.fromkeys([*own, *(articled(text, word) for text in own)]))
+        for word, own in zip(classes, plain, strict=True)
+    ]
+
+
+RECIPES: dict[str, Recipe] = {
+    "digits": Recipe(
+        captions=digit_captions(),
+        defaults={
+            "steps": 10,
+            "guidance": 1.0,  # more of it loses variety: docs/records/digits_prior.json holds the comparison
+            "size": digits.SIZE,
+            "classes": list(digits.CLASSES),
+            "template": prompts.SINGLE[0],
+        },
+    ),
+    "cifar10": Recipe(
+        captions=photo_captions(CIFAR10),
+        channels=(16, 32, 64),
+        widths=(64, 96, 96, 96),
+        hidden=64,
+        autoencoder_steps=24000,
+        autoencoder_batch=8,  # learns far faster per CPU second than 32
+        divergence=0.001,
+        colour=1.0,
+        likeness=0.2,
+        flips=True,
+        steps=17000,
+        batch=64,
+        peak=1.2e-3,
+        decay=0.9995,
+        defaults={
+            "steps": 12,
+            "guidance": 3.0,
+            "size": 32,
+            "classes": list(CIFAR10),
+            "template": prompts.SINGLE[0],
+        },
+    ),
+}
+"""The embedded priors by name."""
+
+
+def public(name: str, data: str | Path | None = None) -> tuple[Table, str]:
+    """The images that a prior may be trained on, and what they are in words. `data` is a local copy of CIFAR-10.
+
+    Raises UserError when the set cannot be had.
+    """
+    if name == "digits":
+        return digits.public(), "scikit-learn digits, public half"
+    from ..data import sources
+
+    whole = sources.load("cifar10", path=data).train
+    rows = torch.nonzero(halves.mask(whole["image"], "public"))[:, 0]
+    return take(whole, rows), "CIFAR-10 training split, public half"
+
+
+def train_embedded(
+    name: str,
+    out: Path,
+    *,
+    data: str | Path | None = None,
+    seed: int = 0,
+    autoencoder_steps: int | None = None,
+    steps: int | None = None,
+    log: Log = print,
+) -> dict[str, Any]:
+    """Train an embedded prior on the public half of its images and write it to the folder `out`, in float16.
+
+    `data` is a local copy of the set, where it does not ship with fedprior. Interrupted, the same call goes on from
+    the folder `OUT-training` beside `out`, which goes away at the end.
+
+    Returns the record that also stands in the folder's `fedprior.json` under "training": seed, steps, rows,
+    CPU seconds, losses, versions, command. Raises UserError when `out` exists and is not an empty folder.
+    """
+    if name not in RECIPES:
+        raise unknown("embedded prior", name, RECIPES)
+    refuse_existing(out)
+    images, words = public(name, data)
+    recipe = RECIPES[name]
+    recipe = replace(
+        recipe, autoencoder_steps=autoencoder_steps or recipe.autoencoder_steps, steps=steps or recipe.steps
+    )
+    work = out.parent / f"{out.name}-training"
+    keeper = Keeper(work, store.digest(repr(recipe), str(seed), words, store.raw_bytes(images["image"])))
+    trained = train(images["image"], images["label"], recipe, seed=seed, log=log, keeper=keeper)
+    record = {
+        "data": words,
+        "images": len(images["label"]),
+        "seed": seed,
+        "autoencoder_steps": recipe.autoencoder_steps,
+        "steps": recipe.steps,
+        "threads": torch.get_num_threads(),
+        "cpu_seconds": round(keeper.seconds(), 1),
+        "losses": trained.losses,
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "diffusers", "transformers", "tokenizers")},
+        "command": f"fedprior prior train {name} --seed {seed}",
+    }
+    save(trained.pipeline, out, recipe.defaults | {"training": record})
+    shutil.rmtree(work, ignore_errors=True)
+    return record
 
 
 def refuse_existing(out: Path) -> None:
@@ -113,158 +198,67 @@ def refuse_existing(out: Path) -> None:
 
 
 def train(
-    image: Tensor,
-    label: Tensor,
-    captions: Sequence[Sequence[str]],
-    *,
-    seed: int,
-    autoencoder_steps: int,
-    steps: int,
-    log: Log = print,
+    image: Tensor, label: Tensor, recipe: Recipe, *, seed: int, log: Log = print, keeper: "Keeper | None" = None
 ) -> Trained:
-    """Train all parts on images uint8 [n, 3, H, W] with labels [n]; `captions[c]` belong to class c."""
+    """Train all parts on images uint8 [n, 3, H, W] with labels [n]; `keeper` lets it go on after an interruption."""
     with quiet(), torch.random.fork_rng(devices=[]):  # the libraries initialise from the global generator
         torch.manual_seed(seeds.number(seed, "prior weights"))
-        tokenizer = build_tokenizer([c for of_class in captions for c in of_class])
-        autoencoder, text_encoder, unet = build_models(len(tokenizer), tokenizer, image.shape[-1])
+        tokenizer = build_tokenizer([c for of_class in recipe.captions for c in of_class])
+        autoencoder, text_encoder, unet = build_models(
+            len(tokenizer), tokenizer, image.shape[-1], recipe.channels, recipe.widths, recipe.hidden
+        )
     pixels = image.float() / 127.5 - 1
-    losses = {"autoencoder": fit_autoencoder(autoencoder, pixels, autoencoder_steps, seed, log)}
+    judge = None
+    if recipe.likeness:
+        log("training a classifier, whose features the autoencoder is to keep")
+        judge = Likeness(image, label, len(recipe.captions), seed)
+    losses = {"autoencoder": fit_autoencoder(autoencoder, pixels, recipe, seed, log, judge, keeper)}
     fold_statistics(autoencoder, encode(autoencoder, pixels))
     latents = encode(autoencoder, pixels)
+    if recipe.flips:
+        latents, label = torch.cat([latents, encode(autoencoder, pixels.flip(-1))]), torch.cat([label, label])
     scheduler = build_scheduler()
     losses["denoiser"] = fit_denoiser(
-        unet, text_encoder, tokenizer, scheduler, latents, label, captions, steps, seed, log
+        unet, text_encoder, tokenizer, scheduler, latents, label, recipe, seed, log, keeper
     )
     return Trained(build_pipeline(autoencoder.eval(), text_encoder.eval(), tokenizer, unet.eval(), scheduler), losses)
 
 
-# Parts ---------------------------------------------------------------------------------------------------
-
-
-def build_tokenizer(texts: Sequence[str]) -> Any:
-    """A CLIP tokenizer that knows the words of `texts`; other words fall apart into shorter pieces."""
-    from transformers import CLIPTokenizer
-
-    pieces = list(string.ascii_lowercase + string.digits + string.punctuation)
-    vocabulary = {p: i for i, p in enumerate(pieces + [p + "</w>" for p in pieces])}
-    merges: dict[tuple[str, str], None] = {}
-    words = {w.strip(string.punctuation) for t in texts for w in t.replace("-", " ").split()}
-    for word in sorted(words - {""}, key=lambda w: (-len(w), w)):  # else "high" would cut up "white"
-        left = word[0]
-        for i, letter in enumerate(word[1:], 2):
-            right = letter + "</w>" * (i == len(word))
-            merges[left, right] = None
-            left += right
-            vocabulary.setdefault(left, len(vocabulary))
-    for special in ("<|startoftext|>", "<|endoftext|>"):
-        vocabulary[special] = len(vocabulary)
-    return CLIPTokenizer(vocab=vocabulary, merges=list(merges), model_max_length=TOKENS)
-
-
-def build_models(
-    words: int,
-    tokenizer: Any,
-    size: int,
-    channels: tuple[int, ...] = (8, 16),
-    widths: tuple[int, ...] = (24, 32, 40, 40),
-    hidden: int = 48,
-) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Autoencoder (four latents, half resolution), text encoder and UNet with four up blocks, untrained."""
-    from diffusers import AutoencoderKL, UNet2DConditionModel
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    autoencoder = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * len(channels),
-        up_block_types=("UpDecoderBlock2D",) * len(channels),
-        block_out_channels=channels,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=8,
-        sample_size=size,
-        scaling_factor=1.0,
-        mid_block_add_attention=False,
-        force_upcast=False,
-    )
-    text_encoder = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=words,
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=TOKENS,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    unet = UNet2DConditionModel(
-        sample_size=size // 2 ** (len(channels) - 1),
-        in_channels=4,
-        out_channels=4,
-        block_out_channels=widths,
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=hidden,
-        attention_head_dim=4,
-        norm_num_groups=8,
-    )
-    return autoencoder, text_encoder, unet
-
-
-def build_scheduler() -> Any:
-    """DPM-Solver++ over Stable Diffusion's noise schedule, for a model that predicts velocity."""
-    from diffusers import DPMSolverMultistepScheduler
-
-    return DPMSolverMultistepScheduler(
-        num_train_timesteps=1000,
-        beta_schedule="scaled_linear",
-        beta_start=0.00085,
-        beta_end=0.012,
-        prediction_type="v_prediction",
-        steps_offset=1,
-    )
-
-
-def build_pipeline(vae: nn.Module, text_encoder: nn.Module, tokenizer: Any, unet: nn.Module, scheduler: Any) -> Any:
-    """The parts as a StableDiffusionPipeline without safety checker."""
-    with quiet():
-        from diffusers import StableDiffusionPipeline
-
-    return StableDiffusionPipeline(
-        vae=vae,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        unet=unet,
-        scheduler=scheduler,
-        safety_checker=None,
-        feature_extractor=None,
-        requires_safety_checker=False,
-    )
-
-
-# Training ------------------------------------------------------------------------------------------------
+# Stages --------------------------------------------------------------------------------------------------
 
 
 def fit_autoencoder(
-    model: Any, pixels: Tensor, steps: int, seed: int, log: Log, batch: int = 64, peak: float = 2e-3
+    model: Any,
+    pixels: Tensor,
+    recipe: Recipe,
+    seed: int,
+    log: Log,
+    judge: "Likeness | None" = None,
+    keeper: "Keeper | None" = None,
+    peak: float = 2e-3,
 ) -> list[list[float]]:
     """Train on pixels [n, 3, H, W] in [-1, 1]; the loss returned is the mean squared error alone."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=peak, weight_decay=1e-4)
-    draws = torch.Generator().manual_seed(seeds.number(seed, "prior autoencoder"))
-    report = Progress("autoencoder", steps, log)
+    batch = recipe.autoencoder_batch
+    stage = Stage("autoencoder", recipe.autoencoder_steps, seed, list(model.parameters()), peak, log, keeper)
+    optimiser = torch.optim.AdamW(stage.parameters, lr=peak, weight_decay=1e-4)
     model.train()
-    for rate in rates(steps, peak, warmup=100):
-        x = pixels[torch.randint(len(pixels), (batch,), generator=draws)]
+    for rate in stage.run(optimiser, warmup=100):
+        x = pixels[torch.randint(len(pixels), (batch,), generator=stage.draws)]
+        if recipe.flips:
+            mirrored = torch.rand(batch, generator=stage.draws) < 0.5
+            x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
         posterior = model.encode(x).latent_dist
-        y = model.decode(posterior.sample(generator=draws)).sample
+        y = model.decode(posterior.sample(generator=stage.draws)).sample
         error = nn.functional.mse_loss(y, x)
         divergence = posterior.kl().mean() / x[0].numel()
-        loss = error + 0.5 * nn.functional.l1_loss(y, x) + 0.01 * divergence
+        loss = error + 0.5 * nn.functional.l1_loss(y, x) + recipe.divergence * divergence
+        if recipe.colour:
+            loss = loss + recipe.colour * nn.functional.avg_pool2d(y - x, 4).square().mean()
+        if judge is not None:
+            loss = loss + recipe.likeness * judge(y, x)
         step(optimiser, loss, rate)
-        report.add(error.item())
-    return report.losses
+        stage.done(error.item())
+    return stage.losses
 
 
 def fit_denoiser(
@@ -274,31 +268,30 @@ def fit_denoiser(
     scheduler: Any,
     latents: Tensor,
     label: Tensor,
-    captions: Sequence[Sequence[str]],
-    steps: int,
+    recipe: Recipe,
     seed: int,
     log: Log,
-    batch: int = 128,
-    peak: float = 2e-3,
+    keeper: "Keeper | None" = None,
     drop: float = 0.1,
 ) -> list[list[float]]:
     """Train the UNet and the text encoder on latents [n, 4, h, w]; both end with their averaged weights.
 
     A share `drop` of the captions is empty, so that classifier-free guidance works.
     """
-    flat = [c for of_class in captions for c in of_class] + [""]
+    batch = recipe.batch
+    flat = [c for of_class in recipe.captions for c in of_class] + [""]
     ids = tokenizer(flat, padding="max_length", max_length=TOKENS, truncation=True, return_tensors="pt").input_ids
-    count = torch.tensor([len(c) for c in captions])
+    count = torch.tensor([len(c) for c in recipe.captions])
     first = count.cumsum(0) - count
     signal, noise_share = scheduler.alphas_cumprod.sqrt(), (1 - scheduler.alphas_cumprod).sqrt()
     parameters = [*text_encoder.parameters(), *unet.parameters()]
-    average = Average(parameters)
-    optimiser = torch.optim.AdamW(parameters, lr=peak, weight_decay=0.01, betas=(0.9, 0.99))
-    draws = torch.Generator().manual_seed(seeds.number(seed, "prior denoiser"))
-    report = Progress("denoiser", steps, log)
+    average = Average(parameters, recipe.decay)
+    stage = Stage("denoiser", recipe.steps, seed, parameters, recipe.peak, log, keeper, average)
+    optimiser = torch.optim.AdamW(parameters, lr=recipe.peak, weight_decay=0.01, betas=(0.9, 0.99))
+    draws = stage.draws
     unet.train()
     text_encoder.train()
-    for rate in rates(steps, peak, warmup=200):
+    for rate in stage.run(optimiser, warmup=200):
         rows = torch.randint(len(latents), (batch,), generator=draws)
         y = label[rows]
         caption = first[y] + (torch.rand(batch, generator=draws) * count[y]).long()
@@ -313,9 +306,35 @@ def fit_denoiser(
         loss = nn.functional.mse_loss(velocity, a * noise - s * z)
         step(optimiser, loss, rate)
         average.update()
-        report.add(loss.item())
+        stage.done(loss.item())
     average.install()
-    return report.losses
+    return stage.losses
+
+
+class Likeness:
+    """The error of images in the features of a small classifier, relative to how much the features vary."""
+
+    LAYERS = (2, 6)  # of the classifier's body: behind its two convolutions
+    STEPS = 4000
+
+    def __init__(self, image: Tensor, label: Tensor, classes: int, seed: int) -> None:
+        net, weights = check.fit(image, label, classes, seed, self.STEPS)
+        net.module.load_state_dict(weights["params"] | weights["buffers"])
+        self.body = list(cast(nn.Sequential, net.module.eval().requires_grad_(False).body))
+
+    def __call__(self, made: Tensor, real: Tensor) -> Tensor:
+        """Of images [n, 3, H, W] in [-1, 1], a scalar."""
+        with torch.no_grad():
+            wanted = self.features(real)
+        errors = [(y - x).square().mean() / x.var() for y, x in zip(self.features(made), wanted, strict=True)]
+        return torch.stack(errors).mean()
+
+    def features(self, x: Tensor) -> list[Tensor]:
+        out = []
+        for i, layer in enumerate(self.body[: max(self.LAYERS) + 1]):
+            x = layer(x)
+            out += [x] if i in self.LAYERS else []
+        return out
 
 
 def rates(steps: int, peak: float, warmup: int) -> Iterator[float]:
@@ -384,42 +403,112 @@ class Average:
             p.copy_(value)
 
 
-class Progress:
-    """Collects a loss and says its mean about twenty times over a run."""
+# Interruptions -------------------------------------------------------------------------------------------
 
-    def __init__(self, name: str, steps: int, log: Log) -> None:
-        self.name, self.steps, self.log = name, steps, log
+
+class Keeper:
+    """The folder of a training run's checkpoints, one file a stage."""
+
+    def __init__(self, folder: Path, key: str) -> None:
+        self.folder, self.key = folder, key  # the key stands for everything that decides the weights
+        self.began, self.before = time.process_time(), 0.0
+
+    def seconds(self) -> float:
+        """Of CPU time spent so far, before interruptions too."""
+        return self.before + time.process_time() - self.began
+
+    def read(self, stage: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """What was written of a stage. Raises UserError for a folder of another run."""
+        path = self.folder / f"{stage}.safetensors"
+        found, built = store.read_or_rebuild(path, store.read_tree, lambda: ({}, {}))
+        if built:
+            return None
+        if found[1]["key"] != self.key:
+            raise UserError(
+                f"{self.folder} holds the beginning of another training (other data, settings or seed); remove it or "
+                "choose another --out"
+            )
+        self.before, self.began = found[1]["seconds"], time.process_time()
+        return found
+
+    def write(self, stage: str, state: dict[str, Any], about: dict[str, Any]) -> None:
+        about = about | {"key": self.key, "seconds": self.seconds()}
+        store.write_tree(self.folder / f"{stage}.safetensors", state, about)
+
+
+class Stage:
+    """Counts the steps of one part's training, says its loss about twenty times, and keeps what it needs to go on."""
+
+    def __init__(
+        self,
+        name: str,
+        steps: int,
+        seed: int,
+        parameters: Sequence[nn.Parameter],
+        peak: float,
+        log: Log,
+        keeper: Keeper | None,
+        average: Average | None = None,
+    ) -> None:
+        self.name, self.steps, self.parameters, self.peak, self.log = name, steps, parameters, peak, log
+        self.keeper, self.average = keeper, average
+        self.draws = torch.Generator().manual_seed(seeds.number(seed, f"prior {name}"))
         self.every, self.recent = max(1, steps // 20), list[float]()
-        self.done, self.began = 0, time.process_time()
-        self.losses: list[list[float]] = []
+        self.taken, self.losses = 0, list[list[float]]()
 
-    def add(self, loss: float) -> None:
-        self.done += 1
+    def run(self, optimiser: torch.optim.Optimizer, warmup: int) -> Iterator[float]:
+        """The rate of every step that is still to be taken; each must be followed by `done`."""
+        self.restore(optimiser)
+        began, first, kept = time.process_time(), self.taken, time.monotonic()
+        for i, rate in enumerate(rates(self.steps, self.peak, warmup)):
+            if i < self.taken:
+                continue
+            yield rate
+            if self.taken % self.every == 0 or self.taken == self.steps:
+                speed = (self.taken - first) / max(1e-9, time.process_time() - began)
+                left = (self.steps - self.taken) / speed
+                self.log(
+                    f"{self.name} {self.taken}/{self.steps}  loss {self.losses[-1][1]:.5f}  {left:.0f} s CPU to go"
+                )
+            if self.keeper and (time.monotonic() - kept > EVERY or self.taken == self.steps):
+                self.keep(optimiser)
+                kept = time.monotonic()
+
+    def done(self, loss: float) -> None:
+        self.taken += 1
         self.recent.append(loss)
-        if self.done % self.every == 0 or self.done == self.steps:
-            mean = sum(self.recent) / len(self.recent)
-            self.losses.append([self.done, round(mean, 5)])
-            seconds = time.process_time() - self.began
-            self.log(f"{self.name} {self.done}/{self.steps}  loss {mean:.5f}  {seconds:.0f} s CPU")
+        if self.taken % self.every == 0 or self.taken == self.steps:
+            self.losses.append([self.taken, round(sum(self.recent) / len(self.recent), 5)])
             self.recent.clear()
 
+    def keep(self, optimiser: torch.optim.Optimizer) -> None:
+        assert self.keeper is not None
+        number = lambda tensors: {str(i): x for i, x in enumerate(tensors)}
+        state: dict[str, Any] = {
+            "parameters": number(self.parameters),
+            "optimiser": {str(i): own for i, own in optimiser.state_dict()["state"].items()},
+            "draws": self.draws.get_state(),
+        }
+        about: dict[str, Any] = {"taken": self.taken, "losses": self.losses, "recent": self.recent}
+        if self.average is not None:
+            state["average"] = number(self.average.values)
+            about["updates"] = self.average.updates
+        self.keeper.write(self.name, state, about)
 
-# Saving --------------------------------------------------------------------------------------------------
-
-
-def save(pipeline: Any, out: Path, sidecar: dict[str, Any]) -> None:
-    """Write the pipeline as float16 safetensors with `fedprior.json`; `out` appears whole or not at all."""
-    half = {k: copy.deepcopy(v).half() if isinstance(v, nn.Module) else v for k, v in pipeline.components.items()}
-    names = ("vae", "text_encoder", "tokenizer", "unet", "scheduler")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
-        folder = Path(temporary) / out.name
-        with quiet():
-            build_pipeline(*(half[name] for name in names)).save_pretrained(folder)
-        store.write_json(folder / "fedprior.json", sidecar)
-        for file in folder.rglob("*"):
-            if file.is_file():
-                file.chmod(0o644)  # the libraries write weights as 0600
-        if out.exists():
-            out.rmdir()
-        shutil.move(folder, out)
+    @torch.no_grad()
+    def restore(self, optimiser: torch.optim.Optimizer) -> None:
+        found = self.keeper.read(self.name) if self.keeper else None
+        if found is None:
+            return
+        state, about = found
+        self.taken, self.losses, self.recent = about["taken"], about["losses"], about["recent"]
+        self.draws.set_state(state["draws"])
+        for i, p in enumerate(self.parameters):
+            p.copy_(state["parameters"][str(i)])
+        own = {int(i): values for i, values in state["optimiser"].items()}
+        optimiser.load_state_dict({**optimiser.state_dict(), "state": own})
+        if self.average is not None:
+            self.average.updates = about["updates"]
+            for i, value in enumerate(self.average.values):
+                value.copy_(state["average"][str(i)])
+        self.log(f"{self.name}: going on from step {self.taken}")
