@@ -14,24 +14,20 @@ on.
 import argparse
 import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from arms import accuracies
 
 from fedprior import environment, seeds, store
-from fedprior.config import Experiment, override, to_toml
 from fedprior.priors import embedded
 from fedprior.priors.diffusion import SIDECAR
 from fedprior.recipes import FEDDIFRC_ABLATION
-from fedprior.report.summary import across_seeds, headline, percent
-from fedprior.run import run
+from fedprior.report.summary import across_seeds, percent
 
 RECORDS = Path(__file__).parent.parent / "docs" / "records"
 SEEDS = (0, 1, 2)
@@ -136,27 +132,6 @@ def trials(kind: str, family: str) -> list[tuple[str, ...]]:
         if candidate not in out:
             out.append(candidate)
     return out
-
-
-def one(job: tuple[tuple[str, ...], str]) -> float:
-    """The mean accuracy of the last ten rounds of a run, done now or before."""
-    torch.set_num_threads(1)
-    words, root = job
-    name = store.digest(*words)[:24]
-    return float(headline(run(override(Experiment(), [*words, f"name={name}"]), Path(root)).curve)["mean_last10"])
-
-
-def accuracies(jobs: list[tuple[str, ...]], root: Path, workers: int) -> list[float]:
-    """One for each job; jobs that come to the same experiment are run once."""
-    settled = [to_toml(override(Experiment(), words)) for words in jobs]
-    different = dict(zip(reversed(settled), reversed(jobs), strict=True))
-    todo = list(different.items())
-    out: dict[str, float] = {}
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for (key, words), value in zip(todo, pool.map(one, [(w, str(root)) for _, w in todo]), strict=True):
-            out[key] = value
-            print(f"{len(out)}/{len(todo)} {value:.3f} {' '.join(words)}", file=sys.stderr, flush=True)
-    return [out[key] for key in settled]
 
 
 def search(kind: str, base: tuple[str, ...], root: Path, workers: int) -> dict[str, Any]:

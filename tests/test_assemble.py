@@ -23,8 +23,8 @@ from fedprior.methods import FedAvg, FedBN, Local, Moon, Scaffold
 from fedprior.net import Net, layout
 from fedprior.optim import SGD, Adam, AdamW
 from fedprior.plan import plan, state_MB
-from fedprior.prepare.balance import BALANCES, BalanceToMax
-from fedprior.priors import embedded
+from fedprior.prepare.images import Wording
+from fedprior.priors import embedded, prompts
 from fedprior.progress import Silent
 from fedprior.run import run
 from fedprior.schedule import Cosine
@@ -269,24 +269,24 @@ def test_the_servers_images_follow_the_methods_number_the_seed_and_the_balances_
 ):
     asked = {}
 
-    def server_images(prior, classes, size, per_class, policy, *, seed, progress):
-        asked.update(prior=prior, classes=classes, size=size, per_class=per_class, policy=policy, seed=seed)
+    def server_images(folder, per_class, progress):
+        asked.update(vars(folder), per_class=per_class)
         return prepared.images
 
     prior = type("Prior", (), {"name": "p", "defaults": {}})()
-    monkeypatch.setattr(assemble, "server_images", server_images)
+    monkeypatch.setattr(assemble.synthesis, "server_images", server_images)
     monkeypatch.setattr(assemble, "load_prior", lambda choice, device: prior)
     e = experiment(f"method={method}", "method.images_per_class=7", "seed=4", *words)
     got = assemble.images_for_server(e, prepared.real, CPU, Silent())
     assert toy.gap(got, prepared.images) == 0
-    policy = BALANCES["missing_only"](templates="single", attempts=2) if words else BalanceToMax()
+    templates = prompts.SINGLE if words else prompts.CLIP
     assert asked == {
         "prior": prior,
-        "classes": prepared.real.classes,
+        "wording": Wording(classes=prepared.real.classes, templates=templates),
         "size": (16, 16),
         "per_class": 7,
-        "policy": policy,
         "seed": 4,
+        "attempts": 2 if words else 5,
     }
 
 

@@ -1,17 +1,23 @@
+from fractions import Fraction
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from fedprior.errors import UsageError
+from fedprior.errors import UsageError, UserError
 from fedprior.prepare.balance import (
     BALANCES,
     BalanceToMax,
+    Discrepancy,
     FixedBudget,
+    GlobalTarget,
     MissingOnly,
     Ratio,
     plan,
+    staying,
 )
 
 WORKED = np.array([[250, 100, 0]])
@@ -35,6 +41,7 @@ def test_the_worked_example_of_the_paper():
     assert MissingOnly().allocate(WORKED).tolist() == [[0, 0, 250]]
     assert FixedBudget(budget=120).allocate(WORKED).tolist() == [[0, 10, 110]]
     assert Ratio(ratio=0.1).allocate(WORKED).tolist() == [[0, 0, 35]]
+    assert GlobalTarget().allocate(WORKED).tolist() == [[0, 150, 250]]
 
 
 def test_a_client_with_one_class_gets_all_others():
@@ -91,6 +98,169 @@ def test_no_rule_gives_images_to_a_client_without_real_rows_or_takes_any_away(na
     assert p.allocation[0].sum() == 0
     assert (p.allocation >= 0).all()
     assert p.repeats == 0
+    assert (p.kept == n).all()
+
+
+@given(counts, st.integers(0, 60))
+def test_with_dropping_every_client_has_the_budget_in_level_classes(n, budget):
+    rule = FixedBudget(budget=budget, drop=True)
+    kept, made = rule.keep(n), rule.allocate(n)
+    after = kept + made
+    assert ((kept >= 0) & (kept <= n) & (made >= 0)).all()
+    assert ((made == 0) | (kept == n)).all()  # no class both drops rows and gets images
+    for before, row in zip(n.sum(1), after, strict=True):
+        assert row.sum() == (0 if before == 0 else budget or before)
+        assert row.max() - row.min() <= 1
+    assert (rule.keep(after) == after).all()
+    assert (rule.allocate(after) == 0).all()
+
+
+@given(arrays(np.int64, (1, 3), elements=st.integers(0, 6)), st.integers(1, 9))
+def test_dropping_drops_no_more_than_level_classes_cost(n, budget):
+    if not n.any():
+        return
+    level = [t for t in product(range(budget + 1), repeat=3) if sum(t) == budget and max(t) - min(t) <= 1]
+    fewest = min(sum(max(0, have - want) for have, want in zip(n[0].tolist(), t, strict=True)) for t in level)
+    assert (n - FixedBudget(budget=budget, drop=True).keep(n)).sum() == fewest
+
+
+def test_dropping_by_hand():
+    rule = FixedBudget(budget=0, drop=True)
+    assert rule.keep(WORKED).tolist() == [[117, 100, 0]]
+    assert rule.allocate(WORKED).tolist() == [[0, 17, 116]]
+    assert plan(rule, WORKED).kept.tolist() == [[117, 100, 0]]
+    assert FixedBudget(budget=7, drop=True).keep(np.array([[1, 1, 9]])).tolist() == [[1, 1, 3]]
+
+
+@given(arrays(np.int64, st.integers(0, 40), elements=st.integers(0, 2)), st.integers(0, 3))
+def test_the_rows_that_stay_are_as_many_as_asked_and_fewer_are_among_more(label, seed):
+    held = np.bincount(label, minlength=3)
+    less, more = held // 3, (held + 1) // 2
+    few, many = (staying(label, kept, seed, 4) for kept in (less, more))
+    assert np.bincount(label[few], minlength=3).tolist() == less.tolist()
+    assert np.bincount(label[many], minlength=3).tolist() == more.tolist()
+    assert set(few.tolist()) <= set(many.tolist())
+    assert few.tolist() == sorted(few.tolist())
+    assert staying(label, held, seed, 4).tolist() == list(range(len(label)))
+
+
+def test_which_rows_stay_is_by_chance_and_by_seed_and_client():
+    label, kept = np.zeros(30, dtype=np.int64), np.array([10])
+    often = np.zeros(30)
+    for seed in range(600):
+        often[staying(label, kept, seed, 0)] += 1
+    assert ((often - 200) ** 2 / (200 * 2 / 3)).sum() < 60  # about chi square, 29 degrees of freedom
+    assert staying(label, kept, 1, 0).tolist() != staying(label, kept, 1, 1).tolist()
+
+
+@given(counts)
+def test_a_uniform_target_is_balance_to_max(n):
+    images = GlobalTarget().allocate(n)
+    assert (images == BalanceToMax().allocate(n)).all()
+    assert (GlobalTarget().allocate(n + images) == 0).all()
+
+
+@given(
+    arrays(np.int64, (2, 4), elements=st.integers(0, 30)),
+    st.permutations([Fraction(1, 2), Fraction(1, 4), Fraction(1, 4), Fraction(0)]),
+)
+@example(np.array([[3, 0, 0, 9], [0, 0, 0, 5]]), [Fraction(1, 4), Fraction(1, 2), Fraction(1, 4), Fraction(0)])
+def test_a_target_is_the_smallest_total_that_needs_no_row_dropped(n, shares):
+    rule = GlobalTarget(target=",".join(str(float(3 * p)) for p in shares))
+    for row, images in zip(n.tolist(), rule.allocate(n).tolist(), strict=True):
+        quarters = next(
+            t for t in range(1000) if all(Fraction(t, 4) * p >= c for p, c in zip(shares, row, strict=True) if p)
+        )
+        total = Fraction(quarters, 4)
+        expected = [round(total * p) - c if p else 0 for p, c in zip(shares, row, strict=True)]
+        assert images == expected
+        assert min(images) >= 0
+
+
+@given(counts, st.integers(1, 40))
+def test_the_global_target_brings_a_client_near_the_shares_of_all(n, cap):
+    images = GlobalTarget(target="global").allocate(n)
+    capped = GlobalTarget(target="global", cap=cap).allocate(n)
+    p = n.sum(0) / max(1, n.sum())
+    for row, made, fewer in zip(n, images, capped, strict=True):
+        total = max([c / share for c, share in zip(row, p, strict=True) if share], default=0)
+        assert np.abs(row + made - total * p).max() <= 0.5 + 1e-9
+        assert (fewer == np.maximum(0, np.rint(min(total, cap) * p) - row)).all()
+        assert (made[row == total * p] == 0).all()
+    if len(n) == 1:
+        assert images.sum() == 0
+
+
+def test_shares_come_from_a_file_too(tmp_path):
+    path = tmp_path / "shares.txt"
+    path.write_text("# mine\ntall_oak = 2\ncat = 1\ndog = 0\n")
+    rule = GlobalTarget(target=str(path)).of(["cat", "dog", "tall oak"])
+    assert rule == GlobalTarget(target="1.0,0.0,2.0")
+    assert plan(GlobalTarget(target=str(path)), WORKED, ["cat", "dog", "tall oak"]).allocation.tolist() == [[0, 0, 500]]
+    assert GlobalTarget().of(["cat"]) == GlobalTarget()
+    assert BalanceToMax().of(["cat"]) == BalanceToMax()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("cat = 1\n", "has no share for class 'dog'; add a line 'dog = 0' or more"),
+        ("cat = 1\ndgo = 1\n", "line 2: the data have no class 'dgo'; the nearest is 'dog'"),
+        ("cat = 1\ndog = many\n", "the share of 'dog' must be a number of at least 0, not 'many'"),
+        ("cat = 1\ndog = -1\n", "the share of 'dog' must be a number of at least 0, not '-1'"),
+        ("cat = 1\ndog = nan\n", "the share of 'dog'"),
+        ("cat = 0\ndog = 0\n", "gives no class a share above 0"),
+        ("cat 1\n", "line 1: 'cat 1' is not of the form 'class = share'"),
+    ],
+)
+def test_a_bad_file_of_shares_is_named(tmp_path, text, says):
+    path = tmp_path / "shares.txt"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        GlobalTarget(target=str(path)).of(["cat", "dog"])
+    assert says in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_target_that_is_no_file_names_the_choices():
+    with pytest.raises(UserError, match="no shares at 'unifrom'; choose uniform, global, shares with commas or a text"):
+        GlobalTarget(target="unifrom").of(["cat"])
+
+
+@given(arrays(np.int64, (2, 3), elements=st.integers(0, 5)), st.integers(0, 7))
+@example(np.array([[4, 0, 0], [0, 1, 1]]), 5)
+def test_a_discrepancy_is_shared_out_as_near_as_whole_images_can(n, budget):
+    """Largest remainders minimise the squared distance to the exact shares."""
+    everyone = n.sum(0).tolist()
+    for row, images in zip(n.tolist(), Discrepancy(budget=budget).allocate(n).tolist(), strict=True):
+        if not sum(row):
+            assert sum(images) == 0
+            continue
+        lack = [
+            max(Fraction(0), Fraction(a, sum(everyone)) - Fraction(c, sum(row)))
+            for a, c in zip(everyone, row, strict=True)
+        ]
+        if not sum(lack):
+            assert sum(images) == 0
+            continue
+        exact = [budget * x / sum(lack) for x in lack]
+        distance = lambda m, q=exact: sum((a - b) ** 2 for a, b in zip(m, q, strict=True))
+        assert sum(images) == budget
+        assert all(m == 0 for m, x in zip(images, lack, strict=True) if not x)
+        assert distance(images) == min(distance(m) for m in product(range(budget + 1), repeat=3) if sum(m) == budget)
+
+
+def test_a_discrepancy_by_hand():
+    """All clients: 4, 4, 2 of 10; the first has 4, 0, 0 and lacks 0.4 and 0.2, the second 0, 4, 2 and lacks 0.4."""
+    n = np.array([[4, 0, 0], [0, 4, 2], [0, 0, 0]])
+    assert Discrepancy(budget=9).allocate(n).tolist() == [[0, 6, 3], [9, 0, 0], [0, 0, 0]]
+    assert Discrepancy(budget=10).allocate(n).tolist() == [[0, 7, 3], [10, 0, 0], [0, 0, 0]]
+    assert Discrepancy().allocate(np.array([[1, 2], [2, 4]])).tolist() == [[0, 0], [0, 0]]
+
+
+def test_a_discrepancy_counts_exactly_where_products_pass_64_bits():
+    n = np.array([[10**8, 0, 1], [0, 10**8, 10**8]])
+    assert Discrepancy(budget=10**6).allocate(n).sum(1).tolist() == [10**6, 10**6]
 
 
 @given(counts, st.integers(1, 15))
@@ -120,6 +290,17 @@ def test_a_pool_size_without_a_shared_pool_is_refused():
         (lambda: BalanceToMax(cap=-1), "balance.cap must be at least 0, not -1"),
         (lambda: MissingOnly(cap=-2), "balance.cap must be at least 0, not -2"),
         (lambda: FixedBudget(budget=-1), "balance.budget must be at least 0, not -1"),
+        (lambda: Discrepancy(budget=-1), "balance.budget must be at least 0, not -1"),
+        (lambda: GlobalTarget(cap=-1), "balance.cap must be at least 0, not -1"),
+        (lambda: GlobalTarget(target="1,-1"), "balance.target=1,-1 must be numbers of at least 0 and not all 0"),
+        (lambda: GlobalTarget(target="0,0"), "balance.target=0,0 must be"),
+        (lambda: GlobalTarget(target="1,nan"), "balance.target=1,nan must be"),
+        (lambda: GlobalTarget(target="1,2").allocate(WORKED), "balance.target has 2 shares for 3 classes"),
+        (
+            lambda: GlobalTarget(target="unifrom").allocate(WORKED),
+            "balance.target=unifrom is neither uniform nor global",
+        ),
+        (lambda: MissingOnly(names=""), "balance.names must be plain, repaired or a text file, not empty"),
         (lambda: Ratio(ratio=-0.5), "balance.ratio must be a number of at least 0, not -0.5"),
         (lambda: Ratio(ratio=float("nan")), "balance.ratio"),
         (lambda: Ratio(ratio=float("inf")), "balance.ratio"),

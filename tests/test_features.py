@@ -168,7 +168,7 @@ def test_an_image_is_encoded_once_and_a_prompt_once_whatever_the_number_of_promp
     for again in (False, True):
         sd.features(IMAGES, prompts, timestep=T, levels=(2,), seeds=range(4), size=16)
         assert sum(encoded) == (8 if again else 4)
-        assert sum(texts) == 7
+        assert sum(texts) == 16  # seven and their padding, once
     hook.remove()
 
 
@@ -398,9 +398,9 @@ def test_the_xl_layout_is_one_clear_line(sd, monkeypatch):
 
 
 def test_a_transformer_in_the_place_of_a_unet_is_one_clear_line(sd, tmp_path):
-    index = {"_class_name": "PixArtAlphaPipeline", "transformer": ["diffusers", "PixArtTransformer2DModel"]}
+    index = {"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]}
     (tmp_path / "model_index.json").write_text(json.dumps(index))
-    words = ["PixArtAlphaPipeline", "StableDiffusionPipeline"]
+    words = ["FluxPipeline", "StableDiffusionPipeline"]
     refused(UserError, words, lambda: DiffusionPrior.from_pretrained(tmp_path))
     without = type("DiT", (), {"scheduler": sd.pipeline.scheduler, "transformer": sd.pipeline.unet})()
     words = ["Stable Diffusion 1.x and 2.x", "some/dit", "guide=none"]

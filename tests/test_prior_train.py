@@ -1,4 +1,4 @@
-"""The digits and their split, how the embedded prior is trained, and how a prior is checked."""
+"""The digits and their split, and how the embedded prior is trained."""
 
 import hashlib
 import json
@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedprior import nets
-from fedprior.data import digits, table
+from fedprior.data import digits
 from fedprior.errors import UserError
 from fedprior.priors import architecture, check, embedded, prompts, train
-from fedprior.priors.diffusion import DiffusionPrior
 
 # The embedded digits --------------------------------------------------------------------------------------
 
@@ -239,103 +237,3 @@ def test_the_average_follows_a_second_implementation():
         expected = d * expected + (1 - d) * i
     average.install()
     assert p.item() == pytest.approx(expected, rel=1e-5)
-
-
-# Checking -------------------------------------------------------------------------------------------------
-
-
-class Bars:
-    """A prior that draws class "left" and "right" as a bright half; `wrong` swaps them."""
-
-    name, revision, settings = "bars", "0", {}
-
-    def __init__(self, wrong=False, black=lambda seed: False):
-        self.wrong, self.black = wrong, black
-
-    def generate(self, prompts, seeds, size):
-        images = torch.zeros((len(seeds), 3, *size), dtype=torch.uint8)
-        for image, prompt, seed in zip(images, prompts, seeds, strict=True):
-            left = ("left" in prompt) != self.wrong
-            if not self.black(seed):
-                image[..., : size[1] // 2] = 200 if left else 20
-                image[..., size[1] // 2 :] = 20 if left else 200
-        return images
-
-
-@pytest.fixture
-def bars(monkeypatch):
-    """A real table of two classes, and a linear net in place of the CNN."""
-
-    class Linear(nn.Module):
-        def __init__(self, classes, size, seed):
-            super().__init__()
-            self.layer = nn.Linear(3 * size[0] * size[1], classes, bias=False)
-            nn.init.normal_(self.layer.weight, std=0.01, generator=torch.Generator().manual_seed(seed))
-
-        def forward(self, x):
-            return x.flatten(1), self.layer(x.flatten(1))
-
-    monkeypatch.setattr(nets, "build", lambda name, *given, **more: Linear(*given, **more))
-    monkeypatch.setattr(check, "STEPS", 30)
-    image = Bars().generate(["left", "right"] * 6, range(12), (16, 16))
-    return table.make(image, torch.arange(12) % 2)
-
-
-def run(prior, bars, **options):
-    return check.check(prior, bars, bars, ("left", "right"), log=lambda line: None, **options)
-
-
-def test_a_good_prior_scores_one_and_a_wrong_one_zero(bars):
-    assert run(Bars(), bars) == {"synthetic": 1.0, "real": 1.0, "images": 12, "real_images": 12, "failed": 0}
-    assert run(Bars(wrong=True), bars, images=30) == {
-        "synthetic": 0.0, "real": 1.0, "images": 30, "real_images": 12, "failed": 0
-    }  # fmt: skip
-
-
-def test_images_that_stay_black_are_left_out_and_counted(bars):
-    broken = Bars()
-    images, labels = check.synthesise(broken, ("left", "right"), 10, prompts.CLIP, 0, (16, 16))
-    assert labels.bincount().tolist() == [5, 5]
-    result = run(Bars(black=lambda seed: seed % 2 == 0), bars, images=40)  # one in 32 stays black
-    assert result["images"] + result["failed"] == 40
-    assert result["synthetic"] == 1.0
-    half_black = Bars()
-    half_black.generate = lambda p, s, size: (
-        Bars.generate(half_black, p, s, size)
-        * torch.tensor(["left" in x for x in p], dtype=torch.uint8).view(-1, 1, 1, 1)
-    )
-    images, labels = check.synthesise(half_black, ("left", "right"), 10, prompts.CLIP, 0, (16, 16))
-    assert labels.tolist() == [0] * 5
-    assert len(images) == 5
-
-
-def test_synthetic_rows_are_refused_in_the_test_table(bars):
-    with pytest.raises(ValueError, match="synthetic"):
-        check.check(Bars(), bars, {**bars, "synthetic": torch.ones(12, dtype=torch.bool)}, ("left", "right"))
-
-
-def test_a_check_depends_on_its_seed_alone(monkeypatch):
-    monkeypatch.setattr(check, "STEPS", 20)
-    train, test = digits.public(), digits.test()
-    scores = [check.accuracy(train["image"], train["label"], test, 10, seed) for seed in (0, 0, 1)]
-    assert scores[0] == scores[1] != scores[2]
-
-
-def test_the_grid_has_a_row_for_each_class():
-    picture = check.sample_grid(Bars(), ("left", "right", "left"), 4, seed=0, size=(8, 10), zoom=2)
-    assert picture.size == (2 * 4 * 11, 2 * 3 * 9)
-    pixels = np.asarray(picture)
-    assert pixels[4, 4].tolist() == [200] * 3  # first row: bright on the left
-    assert pixels[18 + 4, 4].tolist() == [20] * 3
-    assert pixels[36 + 4, 4].tolist() == [200] * 3
-    assert (pixels[16:18] == 255).all()
-    assert (pixels[:, 20:22] == 255).all()
-
-
-def test_a_check_of_the_shipped_digits_reports_its_size(bars):
-    prior = DiffusionPrior.from_pretrained(embedded.folder("digits"), steps=1, guidance=0)
-    result = check.check_digits(prior, embedded.folder("digits"), images=20, log=lambda line: None)
-    assert set(result) == {"synthetic", "real", "images", "real_images", "failed", "size_MB"}
-    assert result["images"] == 20
-    assert result["real_images"] == 901
-    assert 1 < result["size_MB"] <= 2

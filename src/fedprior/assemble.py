@@ -1,6 +1,8 @@
 """From an experiment to the things it names: data, prior, net, worker. Nothing here trains."""
 
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from . import environment, nets
 from .config import Experiment, PriorChoice
 from .data import augment, origins, partition, sources
-from .data.table import Federation, Table
+from .data.table import Federation, Shard, Table, take
 from .data.validation import hold_out
 from .engines.serial import Serial
 from .errors import UsageError, UserError
@@ -17,9 +19,17 @@ from .guide import Guide
 from .local import Worker, num_steps
 from .memory import ClientMemory
 from .net import Net
-from .prepare.balance import BalanceToMax, plan
-from .prepare.synthesis import Report, server_images, synthesise
-from .priors import features, prompts
+from .prepare import synthesis
+from .prepare.align import align
+from .prepare.balance import Balance, BalanceToMax
+from .prepare.filters import ClipScore, Confidence, Filter
+from .prepare.images import NO_DOMAIN, ImageFolder, Part, Rate, Stream, Wording
+from .prepare.synthesis import Report
+from .priors import features
+from .priors.adapt import adapt
+from .priors.adapt import check as check_adapt
+from .priors.base import Prior
+from .priors.check import judge_of
 from .priors.diffusion import DiffusionPrior
 from .priors.encoder import ImageEncoder
 from .progress import Progress
@@ -34,6 +44,8 @@ def split(experiment: Experiment) -> Split:
     """The data, decoded and given to clients."""
     d = experiment.data
     source = sources.load(d.name, path=d.path, image=d.image, label=d.label, size=d.size)
+    if d.half != "all":
+        source = source.only(d.half)
     labels = source.train["label"].numpy()
     if experiment.clients > len(labels):
         raise UserError(
@@ -65,15 +77,8 @@ def split(experiment: Experiment) -> Split:
 def load_prior(choice: PriorChoice, device: torch.device) -> DiffusionPrior:
     from .priors import embedded
 
-    return embedded.load(
-        choice.name,
-        revision=choice.revision,
-        steps=choice.steps,
-        guidance=choice.guidance,
-        dtype=choice.dtype,
-        batch_size=choice.batch_size,
-        device=device,
-    )
+    own = {f.name: value for f in fields(choice) if (value := getattr(choice, f.name)) != f.default}
+    return embedded.load(own.pop("name", choice.name), **own, device=device)
 
 
 def prior_for(experiment: Experiment, federation: Federation, device: torch.device) -> DiffusionPrior:
@@ -83,6 +88,12 @@ def prior_for(experiment: Experiment, federation: Federation, device: torch.devi
     strange = [c for c in federation.classes if c not in prior.defaults.get("classes", federation.classes)]
     if strange:
         raise UsageError(f"prior={prior.name} does not know '{strange[0]}'; name a prior for these classes with prior=")
+    known = prior.defaults.get("trained_on")
+    if known is not None and known == origins.alias(experiment.data.name) and experiment.data.half != "private":
+        raise UsageError(
+            f"prior={prior.name} was trained on the public half of {known}; add data.half=private, or its images would "
+            "come from the clients' own rows"
+        )
     return prior
 
 
@@ -110,19 +121,85 @@ def images_for_server(
     per_class = experiment.method.images
     if not per_class:
         return None
-    prior = prior or prior_for(experiment, federation, device)
-    height, width = federation.table["image"].shape[2:]
-    with progress.task(f"server's images from {prior.name}", per_class * len(federation.classes)) as update:
-        images = server_images(
-            prior,
-            federation.classes,
-            (height, width),
-            per_class,
-            experiment.balance or BalanceToMax(),
-            seed=experiment.seed,
-            progress=lambda done, total: update(done, ""),
-        )
+    folder = image_folder(experiment, federation, prior or prior_for(experiment, federation, device))
+    with images_task(
+        progress, f"server's images from {folder.prior.name}", per_class * len(federation.classes)
+    ) as told:
+        images = synthesis.server_images(folder, per_class, told)
     return {name: column.to(device) for name, column in images.items()}
+
+
+@contextmanager
+def images_task(progress: Progress, name: str, total: int) -> Iterator[Callable[[int, int], None]]:
+    """A task told by (done, total) pairs, with images a second beside it."""
+    rate = Rate()
+    with progress.task(name, total) as update:
+        yield lambda done, total: update(done, rate.note(done))
+
+
+def wording(experiment: Experiment, federation: Federation) -> Wording:
+    """How prompts name the federation's classes."""
+    policy = experiment.balance or BalanceToMax()
+    return synthesis.wording(policy, federation.classes, federation.domains, origins.alias(experiment.data.name))
+
+
+def image_folder(experiment: Experiment, federation: Federation, prior: Prior) -> ImageFolder:
+    """Where the experiment's synthetic images lie."""
+    policy = experiment.balance or BalanceToMax()
+    height, width = federation.table["image"].shape[2:]
+    return ImageFolder(
+        prior=prior,
+        wording=wording(experiment, federation),
+        size=(height, width),
+        seed=experiment.seed,
+        attempts=policy.attempts,
+        filters=filters_of(policy),
+        distinct=policy.distinct,
+    )
+
+
+def filters_of(policy: Balance) -> tuple[Filter, ...]:
+    """Those that do not depend on the client."""
+    return (ClipScore.from_pretrained(policy.clip, threshold=policy.clip_threshold),) if policy.clip else ()
+
+
+def client_folders(
+    experiment: Experiment, federation: Federation, folder: ImageFolder, progress: Progress
+) -> synthesis.Own | None:
+    """Folders of clients that fine-tune the prior on their own real rows, or judge images by a classifier of their own;
+    None where all share one."""
+    config, confidence = experiment.adapt, experiment.balance.confidence if experiment.balance else 0.0
+    if config is None and not confidence:
+        return None
+    if config is not None:
+        check_adapt(folder.prior)
+
+    @contextmanager
+    def own(client: int) -> Iterator[ImageFolder]:
+        shard = federation.shard(client)
+        mine = folder
+        if confidence:
+            judge = Confidence(
+                rows=take(federation.table, shard.rows),
+                classes=len(federation.classes),
+                threshold=confidence,
+                judge=judge_of(federation.classes),
+                seed=experiment.seed,
+            )
+            mine = replace(mine, filters=(*mine.filters, judge))
+        if config is None:
+            yield mine
+            return
+        words = [mine.wording.prompt(y, mine.wording.templates[0], d) for y, d in zip(*named(shard), strict=True)]
+        with adapt(mine.prior, shard["image"], words, config, seed=experiment.seed, log=progress.say) as adapted:
+            yield replace(mine, prior=adapted)
+
+    def named(shard: Shard) -> tuple[list[int], list[int]]:
+        label = shard["label"]
+        known = folder.wording.domains and "domain" in shard.table
+        return label.tolist(), (shard["domain"] if known else torch.full_like(label, NO_DOMAIN)).tolist()
+
+    return own
 
 
 def balance(
@@ -132,25 +209,43 @@ def balance(
     progress: Progress,
     prior: DiffusionPrior | None = None,
 ) -> tuple[Federation, Report]:
-    """The federation with the synthetic rows that the experiment's balance asks for."""
+    """The federation with the synthetic rows that the experiment's balance asks for, real rows aligned as it says."""
     assert experiment.balance is not None
     prior = prior or prior_for(experiment, federation, device)
-    templates = prompts.templates(experiment.balance.templates)
-    words = [prompts.prompt(name, template) for name in federation.classes for template in templates]
+    policy = experiment.balance
+    folder = image_folder(experiment, federation, prior)
+    words = folder.wording.prompts()
     if cut := prior.truncated(words):
         progress.say(
             f"{len(cut)} of {len(words)} prompts are longer than {prior.name} reads, such as '{cut[0]}', and are cut; "
             "balance.templates=single is the shortest"
         )
-    wanted = plan(experiment.balance, federation.counts(synthetic=False)).images
-    with progress.task(f"images from {prior.name}", wanted) as update:
-        return synthesise(
-            federation,
-            prior,
-            experiment.balance,
-            seed=experiment.seed,
-            progress=lambda done, total: update(done, ""),
-        )
+    wanted = synthesis.needs(federation, folder.wording, policy, experiment.seed).images
+    with images_task(progress, f"images from {prior.name}", wanted) as told:
+        own = client_folders(experiment, federation, folder, progress)
+        balanced, report = synthesis.synthesise(federation, folder, policy, own=own, progress=told)
+    if policy.align != "none":
+        real = int((~balanced.table["synthetic"]).sum())
+        with images_task(progress, f"real rows aligned by {prior.name}", real) as told:
+            balanced = align(
+                balanced, prior, policy.align, policy.strength, folder.wording, seed=experiment.seed, progress=told
+            )
+    return balanced, report
+
+
+def fill_part(
+    experiment: Experiment, federation: Federation, folder: ImageFolder, part: Part, progress: Progress
+) -> int:
+    """Makes a part's share of the images that clients (and the server) need; -> how many were made."""
+    streams: list[Stream] = []
+    if experiment.balance is not None:
+        streams = synthesis.needs(federation, folder.wording, experiment.balance, experiment.seed).streams
+    if each := experiment.method.images:
+        streams = synthesis.with_server(streams, len(federation.classes), each)
+    name = f"part {part.number} of {part.of} of the images from {folder.prior.name}"
+    own = client_folders(experiment, federation, folder, progress)
+    with images_task(progress, name, folder.wanted(streams, part)) as told:
+        return synthesis.fill(folder, streams, told, own, part)
 
 
 def build_net(experiment: Experiment, federation: Federation, device: torch.device, guide: Guide | None = None) -> Net:

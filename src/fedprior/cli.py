@@ -3,19 +3,17 @@
 Nothing heavy is imported before a command runs, so that `fedprior --help` answers at once.
 """
 
-import json
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from .errors import UsageError, UserError, unknown
-
-if TYPE_CHECKING:
-    from .config import Experiment
+from .commands import images, priors
+from .commands.common import Json, Runs, Words, emit, experiment_of, percent, table
+from .errors import UsageError, UserError
 
 INTERRUPTED = 130  # what newer versions of typer make of a KeyboardInterrupt
 
@@ -27,68 +25,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 partition_app = typer.Typer(help="How the data are split over clients.", no_args_is_help=True)
-prior_app = typer.Typer(help="Diffusion priors: train, show, check.", no_args_is_help=True)
 app.add_typer(partition_app, name="partition")
-app.add_typer(prior_app, name="prior")
-
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[RECIPE | FILE.toml | RUN_DIRECTORY] [KEY=VALUE]...", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-Runs = Annotated[Path, typer.Option("--runs", help="Where run directories go.")]
-
-
-def experiment_of(words: list[str] | None) -> "Experiment":
-    """The experiment that the words name: a recipe, a TOML file or a run directory, then changes."""
-    from .config import Experiment, from_toml, override
-    from .recipes import RECIPES
-
-    words = list(words or [])
-    base = Experiment()
-    if words and "=" not in words[0]:
-        source = words.pop(0)
-        path = Path(source)
-        if source in RECIPES:
-            base = RECIPES[source]()
-        elif path.is_dir():
-            base = replace(from_toml(path / "config.toml"), name="")  # the directory keeps its name
-        elif path.suffix == ".toml" or path.is_file():
-            base = from_toml(path)
-        else:
-            raise unknown("recipe, file or run directory", source, RECIPES)
-    return override(base, words)
-
-
-def use_threads(n: int) -> None:
-    import torch
-
-    torch.set_num_threads(n)
-
-
-def emit(value: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(value, allow_nan=False), flush=True)
-
-
-def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Prints a table on stdout; the first column is text, the others are numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-
-    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for i, column in enumerate(columns):
-        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
-    for row in rows:
-        out.add_row(*row)
-    Console().print(out)
-
-
-def percent(value: float | None, spread: float | None = None) -> str:
-    if value is None:
-        return "-"
-    return f"{100 * value:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
+app.add_typer(priors.app, name="prior")
+app.add_typer(images.prompts_app, name="prompts")
+app.add_typer(images.bench_app, name="bench")
 
 
 @app.command()
@@ -188,28 +128,7 @@ def plan(
     emit(result, as_json)
 
 
-@app.command()
-def generate(words: Words = None, as_json: Json = False) -> None:
-    """Make the synthetic images that a run would need, so that the run starts at once. Can be stopped and go on."""
-    from . import assemble
-    from .progress import for_terminal
-
-    experiment = experiment_of(words)
-    if experiment.balance is None and not experiment.method.images:
-        raise UsageError("nothing to generate with balance=none; add e.g. balance=max")
-    progress = for_terminal()
-    federation, _ = assemble.split(experiment)
-    device = assemble.set_up(experiment)
-    result: dict[str, Any] = {"server_images": experiment.method.images * len(federation.classes)}
-    if experiment.balance is not None:
-        _, report = assemble.balance(experiment, federation, device, progress)
-        print(f"{report.generated} images made, {report.reused} were there, {report.faulty} faulty ones left out.")
-        print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
-        result |= {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
-        result |= {"rows": report.rows, "folder": str(report.folder)}
-    if assemble.images_for_server(experiment, federation, device, progress) is not None:
-        print(f"The server's {result['server_images']} images are there.")
-    emit(result, as_json)
+app.command()(images.generate)
 
 
 @app.command()
@@ -269,125 +188,6 @@ def partition_show(words: Words = None, as_json: Json = False) -> None:
     if federation.domains:
         result["domains"] = [dict(zip(federation.domains, row.tolist(), strict=True)) for row in domains]
     emit(result, as_json)
-
-
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads; one is fastest for small priors.")]
-Source = Annotated[str, typer.Argument(help="An embedded prior (digits), a folder or a hub id.")]
-
-
-@prior_app.command("train")
-def prior_train(
-    name: Annotated[str, typer.Argument(help="Which embedded prior to train again: digits or cifar10.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the checkpoint; default: NAME-prior.")] = None,
-    data: Annotated[Path | None, typer.Option(help="A local copy of CIFAR-10; default: the hub's.")] = None,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    threads: Threads = 1,
-    as_json: Json = False,
-) -> None:
-    """Train an embedded prior on the public half of its images, reproducibly. Can be stopped and go on."""
-    use_threads(threads)
-    from .priors.train import RECIPES, train_embedded
-    from .progress import for_terminal
-
-    if name not in RECIPES:
-        raise unknown("embedded prior", name, RECIPES)
-    out = out or Path(f"{name}-prior")
-    record = train_embedded(name, out, data=data, seed=seed, log=for_terminal().say)
-    print(f"The prior lies in {out}; use it with prior={out}")
-    emit({"directory": str(out), **record}, as_json)
-
-
-@prior_app.command("show")
-def prior_show(
-    source: Source = "digits",
-    out: Annotated[Path, typer.Option(help="PNG to write.")] = Path("prior.png"),
-    classes: Annotated[str, typer.Option(help="Class names with commas; default: the prior's own.")] = "",
-    per_class: Annotated[int, typer.Option(min=1)] = 10,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    threads: Threads = 1,
-    as_json: Json = False,
-) -> None:
-    """A grid of images by class."""
-    use_threads(threads)
-    from . import store
-    from .priors.check import sample_grid
-    from .priors.embedded import load
-
-    prior = load(source)
-    names = [c.strip() for c in classes.split(",")] if classes else list(prior.defaults.get("classes", ()))
-    if not names:
-        raise UsageError(f"{source} does not say which classes it knows; name some with --classes 'cat, dog'")
-    with store.atomic(out) as temporary:
-        sheet = sample_grid(prior, names, per_class, seed, (prior.size, prior.size), zoom=max(1, 48 // prior.size))
-        sheet.save(temporary, format="PNG")
-    print(f"{len(names)} classes x {per_class} images in {out}")
-    emit({"image": str(out), "classes": names, "settings": prior.settings}, as_json)
-
-
-@prior_app.command("check")
-def prior_check(
-    source: Source = "digits",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
-    threads: Threads = 1,
-    as_json: Json = False,
-) -> None:
-    """Accuracy on real test digits of a small CNN trained only on the prior's images, beside real ones."""
-    use_threads(threads)
-    from .priors import embedded
-    from .priors.check import check_digits
-    from .progress import for_terminal
-
-    prior = embedded.load(source)
-    folder = embedded.folder(source) if source in embedded.names() else Path(source)
-    result = check_digits(prior, folder if folder.is_dir() else None, seed=seed, log=for_terminal().say)
-    table(
-        "The same CNN and number of steps, tested on real digits",
-        ["trained on", "images", "accuracy"],
-        [
-            ["synthetic images", str(result["images"]), percent(result["synthetic"])],
-            ["real images", str(result["real_images"]), percent(result["real"])],
-        ],
-    )
-    if "size_MB" in result:
-        print(f"The prior takes {result['size_MB']:.2f} MB.")
-    emit(result, as_json)
-
-
-@prior_app.command("explain")
-def prior_explain(
-    source: Source,
-    words: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", show_default=False)] = None,
-    timesteps: Annotated[str, typer.Option(help="Noise levels to read at, with commas.")] = "1,50,100,200,300,500,999",
-    levels: Annotated[str, typer.Option(help="Up blocks to read, from 1, the coarsest.")] = "1,2,3,4",
-    images: Annotated[int, typer.Option(min=1, help="Training images to fit on, and test images to score on.")] = 1000,
-    out: Annotated[Path, typer.Option(help="Folder for explain.json and the figures.")] = Path("prior-explained"),
-    seed: Annotated[int, typer.Option(min=0, help="Of the images drawn and of what is fitted to them.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """What descriptors know of real images: classes told apart, and what a class prompt moves in them."""
-    from .priors import explain
-    from .progress import for_terminal
-
-    steps = explain.numbers(timesteps)
-    experiment = explain.experiment_of(source, words or [], levels, steps)
-    result = explain.explain(experiment, steps, images, out, seed, for_terminal())
-    rows, names = result["rows"], list(dict.fromkeys(row["level"] for row in result["rows"]))
-    for key, title in (("probe", "Linear probe, test accuracy"), ("purity", "k-means, purity")):
-        values = {(row["timestep"], row["level"]): percent(row[key]) for row in rows}
-        table(
-            f"{title}; raw pixels {percent(result['pixels'][key])}",
-            ["timestep", *(name if name == explain.JOINED else f"level {name}" for name in names)],
-            [[str(step), *(values[step, name] for name in names)] for step in steps],
-        )
-    shown = ("image", "prompt", "interaction", "own_nearest", "own_nearest_centred", "interaction_probe")
-    table(
-        f"Class prompts: parts of the variance; nearest to the own one (chance "
-        f"{percent(result['chance']['own_nearest'])}), as it is and centred; probe on the interaction",
-        ["t, level", "image", "prompt", "inter.", "nearest", "centred", "probe"],
-        [[f"{row['timestep']}, {row['level']}", *(percent(row[key]) for key in shown)] for row in rows],
-    )
-    print(f"Figures and numbers are in {out}")
-    emit(result | {"directory": str(out)}, as_json)
 
 
 @app.command()

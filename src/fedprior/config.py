@@ -17,6 +17,7 @@ from .methods import METHODS, FedAvg, Scaffold
 from .net import BNStats, Precision
 from .optim import OPTIMIZERS, SERVER_OPTIMIZERS, SGD, Optimizer
 from .prepare.balance import BALANCES, Balance
+from .priors.adapt import Lora
 from .schedule import SCHEDULES, Constant, Schedule
 
 MOST_THREADS = 1024  # far more than pay; without a bound a slip of the finger ends in a crash
@@ -36,18 +37,26 @@ class Data:
     image: str | None = None  # column names, where the features do not tell
     label: str | None = None
     size: int | None = None  # side in pixels to resize to; None keeps the set's own
+    half: Literal["all", "public", "private"] = "all"  # of the training rows; see data/halves.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class PriorChoice:
     """Which diffusion model, and how it samples. None takes the prior's own default."""
 
-    name: str = "digits"  # an embedded prior, a folder or a hub id in the Stable Diffusion layout
+    name: str = "digits"  # an embedded prior, an alias, a folder, a safetensors file or a hub id
     revision: str | None = None
+    config: str | None = None  # folder or hub id of the base model of a safetensors file
     steps: int | None = None
     guidance: float | None = None
+    guidance_interval: str | None = None  # shares of the steps with guidance, such as 0.2-0.8
+    scheduler: Literal["auto", "dpm++", "ddim", "euler", "euler_trailing", "lcm", "own"] = "auto"
+    lora: str | None = None  # adapters, such as a.safetensors,b.safetensors:0.5
+    vae: str = "full"  # or sliced, or the folder of an AutoencoderTiny
     dtype: Literal["fp32", "fp16", "bf16"] = "fp32"
-    batch_size: int = 32
+    batch_size: int = 32  # 0: as many as fit
+    compile: bool = False  # the denoiser; pays after some hundred images
+    offline: bool = False  # never uses the network
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,7 @@ class Experiment:
     clip_update_norm: float | None = None  # a longer update is scaled down
     prior: PriorChoice | None = field(default_factory=PriorChoice)
     balance: Balance | None = None
+    adapt: Lora | None = None  # clients fine-tune the prior on their own rows; needs balance.pool=per_client
     guide: FedDifRC | None = None
     validation: float = 0.0  # share of each client's rows that is held out and judged on in place of the test set
     seed: int = 0
@@ -126,6 +136,11 @@ class Experiment:
             raise UsageError(f"seed must be at least 0, not {self.seed}")
         if self.balance is not None and self.prior is None:
             raise UsageError("balance needs a prior; name one with prior=, or say balance=none")
+        if self.adapt is not None and (self.balance is None or self.balance.pool != "per_client"):
+            raise UsageError(
+                "adapt makes each client's prior its own, so it needs a balance with balance.pool=per_client; its "
+                "images must not reach a shared pool"
+            )
         if self.guide is not None and self.prior is None:
             raise UsageError("guide needs a prior; name one with prior=, or say guide=none")
         if self.guide is not None:
@@ -198,9 +213,10 @@ CHOICES: dict[str, Choice] = {
     "schedule": _registry("schedule", SCHEDULES),
     "local": _registry("optimiser", OPTIMIZERS),
     "balance": _registry("balance", BALANCES),
+    "adapt": _registry("adaptation", {"lora": Lora}),
     "guide": _registry("guide", GUIDES),
 }
-OPTIONAL = ("prior", "balance", "guide")
+OPTIONAL = ("prior", "balance", "adapt", "guide")
 SHORT = {"method=feddifrc": ("method=fedavg", "guide=feddifrc")}
 """Words that stand for several: a guide goes with any method, and FedDifRC's paper takes FedAvg."""
 

@@ -15,13 +15,14 @@ from .errors import UsageError, UserError
 from .federate import begin
 from .guide import Guide
 from .method import Round
-from .prepare.balance import BalanceToMax
-from .prepare.balance import plan as plan_balance
-from .priors import prompts
+from .prepare.balance import Counts
+from .prepare.images import megabytes
+from .prepare.synthesis import needs
+from .priors.base import Prior
+from .progress import Silent
 from .traffic import MB
 
 CALIBRATION = 4  # images generated to time the prior
-PNG_BYTES_PER_PIXEL = 2.5  # of small photographs, three channels
 
 
 def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
@@ -41,29 +42,13 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
         note = str(error)
     net = assemble.build_net(experiment, federation, device, guide)
     engine, cohort = assemble.build_engine(experiment, net, federation.to(device))
-    out: dict[str, Any] = {"images": 0, "rows": 0, "per_class": dict.fromkeys(federation.classes, 0)}
-    clients: list[dict[str, Any]] = []
-    real = federation.counts(synthetic=False)
-    synthetic = real * 0
-    if experiment.balance is not None:
-        needed = plan_balance(experiment.balance, real)
-        synthetic = needed.allocation
-        out |= {"images": int(needed.images), "rows": int(needed.rows)}
-        out["per_class"] = dict(zip(federation.classes, synthetic.sum(0).tolist(), strict=True))
-    server_images = experiment.method.images * len(federation.classes)
-    shared = experiment.balance is not None and experiment.balance.pool == "shared"
-    pools = needed.pool_sizes if shared else 0  # the server takes the first images of shared pools
-    out["images"] += int(np.maximum(experiment.method.images - pools * np.ones(len(federation.classes), int), 0).sum())
-    for k in range(len(real)):
-        clients.append({"client": k, "real": int(real[k].sum()), "synthetic": int(synthetic[k].sum())})
+    asked = allotted(experiment, federation)
+    out: dict[str, Any] = asked.shown()
+    real, synthetic = asked.real, asked.synthetic
     traffic = traffic_MB(experiment, engine, cohort)
-    height, width = federation.test["image"].shape[2:]
     out |= {
-        "clients": clients,
         "MB": traffic,
-        "server_images": server_images,
         "state_MB": state_MB(experiment, engine, guide, int((real + synthetic).sum())),
-        "disk_MB": out["images"] * height * width * PNG_BYTES_PER_PIXEL / MB,
     }
     described = descriptors(experiment, guide, federation, int(synthetic.sum()), out["images"], cohort)
     out |= {"descriptors": described._asdict()}
@@ -72,7 +57,11 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
         training = round(training_seconds(experiment, engine, cohort, real + synthetic), 1)
         seconds["training_seconds"] = training
         try:
-            each = seconds_per_image(experiment, federation, device) if out["images"] else 0.0
+            assert experiment.prior is not None or not out["images"]
+            each = 0.0
+            if out["images"]:
+                prior = assemble.prior_for(experiment, federation, device)
+                each = seconds_per_image(experiment, federation, prior)
         except UserError as error:
             note = str(error)
         if note:
@@ -85,6 +74,93 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
 
 
 SECONDS = ("generation_seconds", "description_seconds", "training_seconds", "seconds")
+
+
+class Allotted(NamedTuple):
+    """The images that an experiment asks for."""
+
+    classes: tuple[str, ...]
+    real: Counts  # rows that train, int64 [clients, classes]
+    synthetic: Counts  # likewise
+    images: int  # distinct ones, the server's included
+    server_images: int
+    dropped: int  # real rows that the rule leaves out
+    disk_MB: float
+
+    def shown(self) -> dict[str, Any]:
+        clients = [
+            {
+                "client": k,
+                "real": int(self.real[k].sum()),
+                "synthetic": int(self.synthetic[k].sum()),
+                "by_class": dict(zip(self.classes, self.synthetic[k].tolist(), strict=True)),
+            }
+            for k in range(len(self.real))
+        ]
+        return {
+            "images": self.images,
+            "rows": int(self.synthetic.sum()),
+            "per_class": dict(zip(self.classes, self.synthetic.sum(0).tolist(), strict=True)),
+            "clients": clients,
+            "server_images": self.server_images,
+            "dropped": self.dropped,
+            "disk_MB": self.disk_MB,
+        }
+
+
+def allotted(experiment: Experiment, federation: Federation) -> Allotted:
+    """By class and client, before anything is made."""
+    before = real = federation.counts(synthetic=False)
+    synthetic, images, pools = real * 0, 0, np.zeros(len(federation.classes), np.int64)
+    if experiment.balance is not None:
+        words = assemble.wording(experiment, federation)
+        kept, needed, _ = needs(federation, words, experiment.balance, experiment.seed)
+        real, synthetic, images = kept.counts(synthetic=False), needed.by_class, needed.images
+        if experiment.balance.pool == "shared" and not needed.domains:
+            pools = needed.pool_sizes  # the server takes the first images of shared pools
+    each = experiment.method.images
+    images += int(np.maximum(each - pools, 0).sum())
+    height, width = federation.test["image"].shape[2:]
+    return Allotted(
+        classes=federation.classes,
+        real=real,
+        synthetic=synthetic,
+        images=images,
+        server_images=each * len(federation.classes),
+        dropped=int((before - real).sum()),
+        disk_MB=megabytes(images, (height, width)),
+    )
+
+
+def generation(experiment: Experiment, federation: Federation, device: torch.device) -> dict[str, Any]:
+    """`plan` for images alone, with how many of them are there already. Where the prior cannot be had, only its seconds
+    and what is there are unknown, and `note` says why."""
+    out = allotted(experiment, federation).shown()
+    try:
+        prior = assemble.prior_for(experiment, federation, device)
+    except UsageError:
+        raise
+    except UserError as error:
+        return out | {"stored": None, "generation_seconds": None, "note": str(error)}
+    stored = stored_images(experiment, federation, prior) if experiment.balance is not None else 0
+    each = seconds_per_image(experiment, federation, prior) if out["images"] > stored else 0.0
+    seconds = round(each * max(0, out["images"] - stored), 1)
+    return out | {"stored": stored, "generation_seconds": seconds}
+
+
+def stored_images(experiment: Experiment, federation: Federation, prior: Prior) -> int:
+    """Images of the clients' streams that are there."""
+    assert experiment.balance is not None
+    folder = assemble.image_folder(experiment, federation, prior)
+    asked = needs(federation, folder.wording, experiment.balance, experiment.seed)
+    own = assemble.client_folders(experiment, federation, folder, Silent())
+    if own is None:
+        return asked.images - sum(piece.size for piece in folder.missing(asked.streams, None))
+    lacking = 0
+    for stream in asked.streams:
+        with own(stream.client) as folder:
+            lacking += sum(piece.size for piece in folder.missing([stream], None))
+    return asked.images - lacking
 
 
 class Descriptors(NamedTuple):
@@ -165,11 +241,9 @@ def state_MB(experiment: Experiment, engine: Serial, guide: Guide | None = None,
     return (len(engine.clients) * tree.num_bytes(memory) + own) / MB
 
 
-def seconds_per_image(experiment: Experiment, federation: Federation, device: torch.device) -> float:
-    assert experiment.prior is not None
-    prior = assemble.load_prior(experiment.prior, device)
-    template = prompts.templates((experiment.balance or BalanceToMax()).templates)[0]
-    words = [prompts.prompt(name, template) for name in federation.classes]
+def seconds_per_image(experiment: Experiment, federation: Federation, prior: Prior) -> float:
+    """By making a few."""
+    words = assemble.wording(experiment, federation).prompts()
     batch = [words[i % len(words)] for i in range(CALIBRATION)]
     size = tuple(federation.test["image"].shape[2:])
     prior.generate(batch[:1], [0], (size[0], size[1]))  # the first call is slower

@@ -114,6 +114,8 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
         progress.say(
             f"{synthesis.rows} synthetic rows at {len(real.clients)} clients from {synthesis.generated} new and "
             f"{synthesis.reused} stored images"
+            + (f"; filters removed {synthesis.removed}" if synthesis.removed else "")
+            + (f"; {synthesis.dropped} real rows dropped" if synthesis.dropped else "")
         )
     images = assemble.images_for_server(experiment, real, device, progress, prior)
     if guide is not None:

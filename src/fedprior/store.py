@@ -5,8 +5,9 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,10 +45,13 @@ def atomic(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def sweep(folder: Path) -> None:
-    """Removes what `atomic` left under a folder when its process was killed. Only for who alone writes there."""
+def sweep(folder: Path, older: float = 0.0) -> None:
+    """Removes what `atomic` left under a folder when its process was killed, where nothing wrote to it for `older`
+    seconds. With 0 only for who alone writes there."""
     for path in folder.rglob(".*.tmp"):
-        path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # somebody else swept it
+            if time.time() - path.stat().st_mtime >= older:
+                path.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

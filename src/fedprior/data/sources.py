@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fedprior import store
-from fedprior.data import table
+from fedprior.data import halves, table
+from fedprior.data.halves import Half
 from fedprior.data.origins import EMBEDDED, Origin, Rows, hub, local, roles
 from fedprior.data.table import Table
 from fedprior.errors import UsageError, UserError, unknown
@@ -41,6 +42,12 @@ class Source:
     def without_domains(self) -> "Source":
         plain = lambda part: {name: column for name, column in part.items() if name != "domain"}
         return replace(self, train=plain(self.train), test=plain(self.test), domains=())
+
+    def only(self, half: Half) -> "Source":
+        """With the training rows of that half; see `halves`. The digits that ship are a private half already."""
+        if self.name == EMBEDDED:
+            raise UsageError(f"data={EMBEDDED} holds a private half only; leave out data.half=")
+        return replace(self, train=table.take(self.train, torch.nonzero(halves.mask(self.train["image"], half))[:, 0]))
 
 
 def load(

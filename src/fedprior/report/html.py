@@ -15,19 +15,26 @@ def write(data: ReportData, path: Path) -> None:
     store.write_text(path, render(data))
 
 
-def render(data: ReportData) -> str:
-    """The page as text; the same data give the same bytes."""
+def page(template: str, **values: Any) -> str:
+    """A template of this folder filled in; `environment` are versions by name, as `data.environment`."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    environment = Environment(
+    engine = Environment(
         loader=PackageLoader("fedprior.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html.j2").render(
+    return engine.get_template(template).render(**values)
+
+
+def render(data: ReportData) -> str:
+    """The page as text; the same data give the same bytes."""
+    return page(
+        "report.html.j2",
         data=data,
+        environment=data.environment,
         facts=facts(data),
         cards=cards(data),
         verdicts=summary.verdicts(data.arms),

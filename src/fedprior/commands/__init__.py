@@ -1,0 +1,1 @@
+"""Commands in groups; `cli` puts them together."""

@@ -1,0 +1,73 @@
+"""What all commands share: arguments, tables, the JSON line."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import unknown
+
+if TYPE_CHECKING:
+    from ..config import Experiment
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE | FILE.toml | RUN_DIRECTORY] [KEY=VALUE]...", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads; one is fastest for small priors.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Where run directories go.")]
+
+
+def experiment_of(words: list[str] | None) -> "Experiment":
+    """The experiment that the words name: a recipe, a TOML file or a run directory, then changes."""
+    from ..config import Experiment, from_toml, override
+    from ..recipes import RECIPES
+
+    words = list(words or [])
+    base = Experiment()
+    if words and "=" not in words[0]:
+        source = words.pop(0)
+        path = Path(source)
+        if source in RECIPES:
+            base = RECIPES[source]()
+        elif path.is_dir():
+            base = replace(from_toml(path / "config.toml"), name="")  # the directory keeps its name
+        elif path.suffix == ".toml" or path.is_file():
+            base = from_toml(path)
+        else:
+            raise unknown("recipe, file or run directory", source, RECIPES)
+    return override(base, words)
+
+
+def use_threads(n: int) -> None:
+    import torch
+
+    torch.set_num_threads(n)
+
+
+def emit(value: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(value, allow_nan=False), flush=True)
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Prints a table on stdout; the first column is text, the others are numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for i, column in enumerate(columns):
+        out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
+    for row in rows:
+        out.add_row(*row)
+    Console().print(out)
+
+
+def percent(value: float | None, spread: float | None = None) -> str:
+    if value is None:
+        return "-"
+    return f"{100 * value:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
