@@ -353,7 +353,9 @@ def test_a_filter_that_keeps_nothing_is_stopped_in_one_line(small):
         def keep(self, images, labels, prompts):
             return torch.zeros(len(images), dtype=torch.bool)
 
-    with pytest.raises(UserError, match=r"the filter \(dark\) removed \d+ of \d+ images of class '[a-z_]+'; lower its thr"):
+    with pytest.raises(
+        UserError, match=r"the filter \(dark\) removed \d+ of \d+ images of class '[a-z_]+'; lower its thr"
+    ):
         filtered(Noise(), BalanceToMax(), filters=(Never(),))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,8 +77,13 @@ def split(experiment: Experiment) -> Split:
 def load_prior(choice: PriorChoice, device: torch.device) -> DiffusionPrior:
     from .priors import embedded
 
-    own = {f.name: value for f in fields(choice) if (value := getattr(choice, f.name)) != f.default}
-    return embedded.load(own.pop("name", choice.name), **own, device=device)
+    return embedded.load(choice.name, **prior_options(choice), device=device)
+
+
+def prior_options(choice: PriorChoice) -> dict[str, Any]:
+    """What differs from the defaults, the name left out."""
+    chosen = {f.name: getattr(choice, f.name) for f in fields(choice) if f.name != "name"}
+    return {name: value for name, value in chosen.items() if value != getattr(PriorChoice, name)}
 
 
 def prior_for(experiment: Experiment, federation: Federation, device: torch.device) -> DiffusionPrior:

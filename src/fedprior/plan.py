@@ -19,6 +19,8 @@ from .prepare.balance import Counts
 from .prepare.images import megabytes
 from .prepare.synthesis import needs
 from .priors.base import Prior
+from .priors.diffusion import DiffusionPrior
+from .priors.encodings import LOT
 from .progress import Silent
 from .traffic import MB
 
@@ -241,15 +243,16 @@ def state_MB(experiment: Experiment, engine: Serial, guide: Guide | None = None,
     return (len(engine.clients) * tree.num_bytes(memory) + own) / MB
 
 
-def seconds_per_image(experiment: Experiment, federation: Federation, prior: Prior) -> float:
-    """By making a few."""
+def seconds_per_image(experiment: Experiment, federation: Federation, prior: DiffusionPrior) -> float:
+    """By making a few: a whole lot where the prior makes no fewer at a time."""
     words = assemble.wording(experiment, federation).prompts()
-    batch = [words[i % len(words)] for i in range(CALIBRATION)]
+    count = LOT if prior.exact else CALIBRATION
+    batch = [words[i % len(words)] for i in range(count)]
     size = tuple(federation.test["image"].shape[2:])
     prior.generate(batch[:1], [0], (size[0], size[1]))  # the first call is slower
     began = time.perf_counter()
-    prior.generate(batch, list(range(CALIBRATION)), (size[0], size[1]))
-    return (time.perf_counter() - began) / CALIBRATION
+    prior.generate(batch, list(range(count)), (size[0], size[1]))
+    return (time.perf_counter() - began) / count
 
 
 def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: Any) -> float:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .common import Json, Words, emit, experiment_of, table
+from .common import Json, Threads, Words, emit, experiment_of, table, use_threads
 
 if TYPE_CHECKING:
     from ..prepare.images import Part
@@ -168,3 +168,47 @@ def prompts_show(words: Words = None, as_json: Json = False) -> None:
     for line in found.odd:
         print(line)
     emit({"prompts": [row._asdict() for row in found.rows], "odd": list(found.odd)}, as_json)
+
+
+@bench_app.command("generate")
+def bench_generate(
+    source: Annotated[str, typer.Argument(help="An embedded prior, an alias, a folder or a hub id.")] = "digits",
+    words: Annotated[list[str] | None, typer.Argument(metavar="[prior.KEY=VALUE]...", show_default=False)] = None,
+    images: Annotated[int, typer.Option(min=1, help="Images an arm and round.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in which the arms take turns.")] = 3,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Threads = 1,
+    as_json: Json = False,
+) -> None:
+    """Images a second and peak memory: `pipe(prompt)` one by one, `pipe(prompts)` in batches, and fedprior."""
+    from .. import environment
+    from ..assemble import prior_options
+    from ..config import Experiment, override
+    from ..priors import bench
+
+    for word in words or []:
+        if not word.startswith("prior."):
+            raise UsageError(f"'{word}' plays no part here; say prior.KEY=")
+    use_threads(threads)
+    choice = override(Experiment(), [f"prior={source}", *(words or [])]).prior
+    assert choice is not None
+    result = bench.measure(
+        choice.name, images, rounds=rounds, device=environment.device(device), **prior_options(choice)
+    )
+    table(
+        f"{images} images by {result['prior']}, {rounds} rounds",
+        ["way", "images/s", "peak MB", "fedprior is"],
+        [
+            [
+                label,
+                f"{result[arm]['images_per_second']:.1f}",
+                "-" if result[arm]["peak_MB"] is None else f"{result[arm]['peak_MB']:.0f}",
+                "" if arm == "fedprior" else f"{result['speedup'][arm]:.1f} x as fast",
+            ]
+            for arm, label in BENCHED.items()
+        ],
+    )
+    emit(result, as_json)
+
+
+BENCHED = {"loop": "pipe(prompt), one by one", "batch": "pipe(prompts), in batches", "fedprior": "fedprior"}

@@ -11,7 +11,7 @@ from .locate import ALIASES
 
 def names() -> tuple[str, ...]:
     """The priors that ship with fedprior."""
-    return ("digits",)
+    return ("digits", "cifar10")
 
 
 def folder(name: str) -> Path:
