@@ -146,6 +146,78 @@ def test_a_folder_in_use_is_refused_before_training(tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stops", [(3,), (2, 5), (8, 12), (1, 9, 15)])
+def test_training_that_was_stopped_ends_in_the_same_weights(stops, monkeypatch, tmp_path):
+    """Ten steps of either part; a stop falls in the autoencoder's or the denoiser's, between two checkpoints or not."""
+    monkeypatch.setattr(train, "EVERY", 0.0)
+    steps = {"autoencoder_steps": 10, "steps": 10}
+    train.train_embedded("digits", tmp_path / "whole", **steps, log=lambda line: None)
+    taken, said = [0], []
+    step = train.step
+
+    def counted(*given):
+        taken[0] += 1
+        if taken[0] in stops:
+            raise Stop
+        step(*given)
+
+    monkeypatch.setattr(train, "step", counted)
+    for _ in stops:
+        with pytest.raises(Stop):
+            train.train_embedded("digits", tmp_path / "stopped", **steps, log=said.append)
+        assert (tmp_path / "stopped-training").is_dir() == (taken[0] > 1)
+        assert not (tmp_path / "stopped").exists()
+    record = train.train_embedded("digits", tmp_path / "stopped", **steps, log=said.append)
+    assert weights_digest(tmp_path / "stopped") == weights_digest(tmp_path / "whole")
+    whole = json.loads((tmp_path / "whole" / "fedprior.json").read_text())["training"]
+    assert record["losses"] == whole["losses"]
+    assert taken[0] <= 20 + 2 * len(stops)
+    assert not (tmp_path / "stopped-training").exists()
+
+
+def test_the_beginning_of_another_training_is_not_gone_on_with(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "fit_denoiser", lambda *given: (_ for _ in ()).throw(Stop))
+    with pytest.raises(Stop):
+        train.train_embedded("digits", tmp_path / "out", autoencoder_steps=1, steps=1, log=lambda line: None)
+    for other in ({"seed": 1}, {"autoencoder_steps": 2}):
+        options = {"autoencoder_steps": 1, "steps": 1} | other
+        with pytest.raises(UserError, match=r"out-training holds the beginning of another training .* remove it or"):
+            train.train_embedded("digits", tmp_path / "out", **options, log=lambda line: None)
+
+
+def test_photo_captions_repair_articles_and_fit_the_text_encoder():
+    captions = train.RECIPES["cifar10"].captions
+    tokenizer = architecture.build_tokenizer([c for of_class in captions for c in of_class])
+    assert {"a photo of a airplane", "a photo of an airplane", "a photo of the plane.", "a blurry photo of a car."} <= {
+        c for of_class in captions[:2] for c in of_class
+    }
+    for mine in captions:
+        assert len(mine) == len(set(mine))
+        assert max(len(tokenizer(c)["input_ids"]) for c in mine) <= architecture.TOKENS
+    assert "a photo of an truck" not in captions[9]
+
+
+def test_losses_beyond_the_plain_error_are_what_they_say():
+    """Likeness is the error in a classifier's features over their variance, and 0 for an image itself."""
+    image = torch.randint(0, 256, (40, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    label = torch.arange(40) % 4
+    likeness = train.Likeness.__new__(train.Likeness)
+    net, weights = check.fit(image, label, 4, 0, 5)
+    net.module.load_state_dict(weights["params"] | weights["buffers"])
+    likeness.body = list(net.module.eval().body)
+    real = image[:8].float() / 127.5 - 1
+    with torch.no_grad():
+        assert likeness(real, real) == 0
+        other = likeness(real.flip(0), real)
+        layers = [net.module.body[: n + 1] for n in (2, 6)]
+        expected = sum(((f(real.flip(0)) - f(real)) ** 2).mean() / f(real).var() for f in layers) / 2
+    assert float(other) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_captions_cover_both_template_lists_and_fit_the_text_encoder():
     captions = train.digit_captions()
     tokenizer = architecture.build_tokenizer([c for of_class in captions for c in of_class])

@@ -94,7 +94,8 @@ def prior_for(experiment: Experiment, federation: Federation, device: torch.devi
     if strange:
         raise UsageError(f"prior={prior.name} does not know '{strange[0]}'; name a prior for these classes with prior=")
     known = prior.defaults.get("trained_on")
-    if known is not None and known == origins.alias(experiment.data.name) and experiment.data.half != "private":
+    shared = known == origins.alias(experiment.data.name) and known != origins.EMBEDDED  # which has no public rows
+    if shared and experiment.data.half != "private":
         raise UsageError(
             f"prior={prior.name} was trained on the public half of {known}; add data.half=private, or its images would "
             "come from the clients' own rows"

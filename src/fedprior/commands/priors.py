@@ -96,8 +96,12 @@ def prior_check(
     choice = experiment.prior
     assert choice is not None
     prior = load_prior(choice, environment.device(experiment.device))
-    named = any(word.startswith("data=") for word in words or [])
-    data = experiment.data if named else replace(experiment.data, name=prior.defaults.get("trained_on", "digits"))
+    data = experiment.data
+    if not any(word.startswith("data=") for word in words or []):
+        name = prior.defaults.get("trained_on")
+        if name is None:
+            raise UsageError(f"{source} does not say which real images to compare with; name them with data=")
+        data = replace(data, name=name)
     held = check.real_of(data.name, data.path, images=real, seed=seed, size=data.size)
     folder = embedded.folder(source) if source in embedded.names() else Path(source)
     study = check.study(

@@ -99,6 +99,7 @@ RECIPES: dict[str, Recipe] = {
             "steps": 10,
             "guidance": 1.0,  # more of it loses variety: docs/records/digits_prior.json holds the comparison
             "size": digits.SIZE,
+            "trained_on": "digits",
             "classes": list(digits.CLASSES),
             "template": prompts.SINGLE[0],
         },
