@@ -12,8 +12,6 @@ paper leaves open and what its released code does otherwise.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import Literal
 
 import numpy as np
@@ -31,6 +29,7 @@ from .nets.heads import shape_of_head
 from .prepare.describe import Describer
 from .priors import prompts
 from .priors.base import Prior
+from .priors.class_names import tiny_imagenet
 from .priors.descriptor import Basis, Description
 from .priors.encoder import ImageEncoder
 from .progress import Progress
@@ -90,8 +89,8 @@ class FedDifRC(Description):
             raise UsageError(f"guide.temperature must be above 0, not {self.temperature}")
         if not self.labels and not self.tdcl and not self.ndcr:
             raise UsageError("guide.labels=false trains on guide.tdcl and guide.ndcr alone; one must be above 0")
-        if not self.labels and self.negatives > len(nouns()):
-            raise UsageError(f"guide.negatives must be at most {len(nouns())} with guide.labels=false")
+        if not self.labels and self.negatives > len(tiny_imagenet()):
+            raise UsageError(f"guide.negatives must be at most {len(tiny_imagenet())} with guide.labels=false")
         if self.negatives < 1:
             raise UsageError(f"guide.negatives must be at least 1, not {self.negatives}")
         if self.template.count("{}") != 1:
@@ -202,7 +201,7 @@ class Guide:
     _anchors: Tensor | None = None
 
     def __post_init__(self) -> None:
-        names = self.classes if self.config.labels else nouns()
+        names = self.classes if self.config.labels else tiny_imagenet()
         made = [self.config.prompt(name) for name in names]
         self.describer = Describer(
             prior=self.prior,
@@ -246,7 +245,7 @@ class Guide:
                 SIMILAR,
                 *(
                     prompts.prompt(n, self.config.template)
-                    for n in rng.choice(nouns(), self.config.negatives, replace=False)
+                    for n in rng.choice(tiny_imagenet(), self.config.negatives, replace=False)
                 ),
             ]
         noise = self.config.noise_words
@@ -386,9 +385,3 @@ class Guide:
             noise = noise.roll(1, 0) if self.config.target == "shuffled" else noise
             total = total + self.config.ndcr * ndcr(z, noise, self.config.consistency)
         return total
-
-
-@cache
-def nouns() -> tuple[str, ...]:
-    """Class names of Tiny-ImageNet, which serve as what an image is not, without labels."""
-    return tuple((files("fedprior.priors") / "tiny_imagenet_classes.txt").read_text(encoding="utf-8").splitlines())

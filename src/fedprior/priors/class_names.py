@@ -319,8 +319,8 @@ def _repaired(classes: Sequence[str], dataset: str) -> tuple[str, ...]:
     if classes and set(classes) <= set(map(str, range(10))):
         return tuple(DIGITS[int(name)] for name in classes)
     ids = sorted(name for name in classes if WORDNET_ID.fullmatch(name))
-    if dataset == "tiny_imagenet" and len(ids) == len(_tiny_imagenet()):
-        classes = [dict(zip(ids, _tiny_imagenet(), strict=True)).get(name, name) for name in classes]
+    if dataset == "tiny_imagenet" and len(ids) == len(tiny_imagenet()):
+        classes = [dict(zip(ids, tiny_imagenet(), strict=True)).get(name, name) for name in classes]
     numbered = all(NUMBERED.match(name) for name in classes)
     bare = [NUMBERED.sub("", name, count=1) if numbered else name for name in classes]
     hyphens = not any(re.search(r"[\s_]", name) for name in bare)
@@ -370,6 +370,6 @@ def _many(noun: str) -> bool:
 
 
 @cache
-def _tiny_imagenet() -> tuple[str, ...]:
+def tiny_imagenet() -> tuple[str, ...]:
     """Tiny-ImageNet's 200 names in the order of their WordNet ids."""
     return tuple((files("fedprior.priors") / "tiny_imagenet_classes.txt").read_text(encoding="utf-8").splitlines())

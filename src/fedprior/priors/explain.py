@@ -29,7 +29,7 @@ from ..prepare.describe import Item
 from ..probe import linear_probe
 from ..progress import Progress
 from . import explain_figures as figures
-from . import features
+from . import features, quality
 from .base import Prior
 from .descriptor import Description
 from .encoder import ImageEncoder
@@ -37,7 +37,6 @@ from .encoder import ImageEncoder
 PROMPTS = 10  # of the first classes
 COMPONENTS = 64  # of the interaction, which is as wide as all descriptors of an image together
 STARTS = 10  # of k-means
-PIXELS = 32  # side to which larger images are reduced for the probe on pixels
 PICTURES = 6  # images whose feature maps are drawn
 POINTS = 1000  # of a t-SNE
 Row = dict[str, Any]
@@ -158,9 +157,7 @@ def draw(source: Source, classes: int, images: int, seed: int) -> Sample:
 
 def pixels(image: Tensor) -> Tensor:
     """Images uint8 [n, 3, H, W] as rows [n, 3 h w] in [0, 1], at most 32 x 32."""
-    x = image.float() / 255
-    small = [min(side, PIXELS) for side in x.shape[-2:]]
-    return (x if list(x.shape[-2:]) == small else F.interpolate(x, small, mode="bilinear", antialias=True)).flatten(1)
+    return (quality.reduced(image) / 255).flatten(1)
 
 
 @dataclass(frozen=True)

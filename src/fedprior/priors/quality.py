@@ -117,11 +117,15 @@ class Nearest(NamedTuple):
 def pixels(images: Tensor) -> Tensor:
     """Images uint8 [n, 3, H, W] as float32 rows [n, 3 h w] in grey levels, reduced to at most 32 x 32; the Euclidean
     distance of two rows is their root-mean-square difference in grey levels."""
+    x = reduced(images)
+    return x.flatten(1) / x[0].numel() ** 0.5 if len(x) else x.flatten(1)
+
+
+def reduced(images: Tensor) -> Tensor:
+    """Images uint8 [n, 3, H, W] in grey levels, float32, at most 32 x 32."""
     x = images.float()
     small = [min(side, SIDE) for side in x.shape[-2:]]
-    if list(x.shape[-2:]) != small:
-        x = F.interpolate(x, small, mode="bilinear", antialias=True)
-    return x.flatten(1) / x[0].numel() ** 0.5 if len(x) else x.flatten(1)
+    return x if list(x.shape[-2:]) == small else F.interpolate(x, small, mode="bilinear", antialias=True)
 
 
 def nearest(a: Tensor, b: Tensor) -> Nearest:
