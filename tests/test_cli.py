@@ -117,7 +117,7 @@ def test_report_of_two_runs_and_doctor(capsys, tmp_path):
     code, text, _ = call(capsys, "doctor", "--json")
     found = last_json(text)
     assert code == 0
-    assert found["embedded_priors"] == {"digits": True}
+    assert found["embedded_priors"] == {"digits": True, "cifar10": True}
     assert found["versions"]["torch"] != "not installed"
 
 

@@ -1,10 +1,12 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedprior.config import Experiment, PriorChoice, from_toml, keys, override, to_toml
 from fedprior.data.partition import PARTITIONS
-from fedprior.errors import UsageError
+from fedprior.errors import UsageError, UserError
 from fedprior.methods import METHODS, FedProx
 from fedprior.optim import SGD
 from fedprior.prepare.balance import BALANCES
@@ -160,3 +162,52 @@ def test_every_method_of_the_papers_tables_has_a_recipe_with_the_papers_setting(
     assert RECIPES["feddifrc/cifar10/fedavgm"]().server == SGD(lr=1.0, momentum=0.97)
     assert RECIPES["gen-fedsd/cifar10/scaffold"]().balance == RECIPES["gen-fedsd/cifar10"]().balance
     assert RECIPES["gen-fedsd/cifar10/gptfl"]().balance is None
+
+
+# What a prior says of itself -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spoken(tmp_path):
+    """A folder of a prior that says which templates and features serve it."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    own = {"balance": {"templates": "single"}, "guide": {"timestep": 77, "levels": "3"}}
+    (folder / "fedprior.json").write_text(json.dumps(own))
+    return folder
+
+
+def test_a_prior_brings_templates_and_features_unless_a_word_says_otherwise(spoken):
+    both = ["balance=max", "guide=feddifrc", f"prior={spoken}"]
+    found = override(Experiment(), both)
+    assert (found.balance.templates, found.guide.timestep, found.guide.levels) == ("single", 77, "3")
+    found = override(Experiment(), [*both, "balance.templates=clip", "guide.timestep=5"])
+    assert (found.balance.templates, found.guide.timestep, found.guide.levels) == ("clip", 5, "3")
+    later = override(override(Experiment(), [f"prior={spoken}"]), ["balance=max"])
+    assert later.balance.templates == "single"
+
+
+def test_what_was_settled_stays_when_other_words_change(spoken):
+    chosen = override(Experiment(), ["balance=max", f"prior={spoken}", "balance.templates=clip"])
+    assert override(chosen, ["rounds=3"]).balance.templates == "clip"
+    assert override(chosen, ["prior.steps=3"]).balance.templates == "clip"
+    assert from_toml_text(chosen).balance.templates == "clip"
+
+
+def from_toml_text(experiment):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(to_toml(experiment))
+        return from_toml(path)
+
+
+def test_a_prior_that_says_nothing_changes_nothing(tmp_path):
+    (tmp_path / "silent").mkdir()
+    plain = override(Experiment(), ["balance=max"])
+    assert override(Experiment(), ["balance=max", f"prior={tmp_path / 'silent'}"]).balance == plain.balance
+    (tmp_path / "silent" / "fedprior.json").write_text('{"balance": {"cap": 3}}')
+    with pytest.raises(UserError, match=r"fedprior.json is damaged"):
+        override(Experiment(), ["balance=max", f"prior={tmp_path / 'silent'}"])

@@ -18,6 +18,7 @@ from .net import BNStats, Precision
 from .optim import OPTIMIZERS, SERVER_OPTIMIZERS, SGD, Optimizer
 from .prepare.balance import BALANCES, Balance
 from .priors.adapt import Lora
+from .priors.embedded import sidecar
 from .schedule import SCHEDULES, Constant, Schedule
 
 MOST_THREADS = 1024  # far more than pay; without a bound a slip of the finger ends in a crash
@@ -277,7 +278,21 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         if head == "server" and current is None:
             current = changes.get("method", experiment.method).server
         changes[head] = replace(current, **values)
-    return replace(experiment, **_consistent(changes))
+    return replace(experiment, **_consistent(changes | _of_the_prior(experiment, changes, given)))
+
+
+def _of_the_prior(experiment: Experiment, changes: dict[str, Any], given: set[str]) -> dict[str, Any]:
+    """What a prior says, beside its weights, of prompts and features: where a word names the prior, or what they serve,
+    and no word says otherwise."""
+    prior = changes.get("prior", experiment.prior)
+    own = sidecar(prior.name) if prior is not None else {}
+    out = {}
+    for head, keys in (("balance", own.get("balance", {})), ("guide", own.get("guide", {}))):
+        current = changes.get(head, getattr(experiment, head))
+        fresh = {key: value for key, value in keys.items() if f"{head}.{key}" not in given}
+        if current is not None and fresh and {"prior", "prior.name", head, f"{head}.name"} & given:
+            out[head] = replace(current, **fresh)
+    return out
 
 
 def _consistent(changes: dict[str, Any]) -> dict[str, Any]:

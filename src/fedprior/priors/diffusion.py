@@ -104,7 +104,7 @@ class DiffusionPrior:
         found = locate.find(
             source, revision=revision, config=config, offline=offline, dtype=dtype, safety_checker=safety_checker
         )
-        defaults = _read_sidecar(found.folder) if found.file is None else {}
+        defaults = read_sidecar(found.folder) if found.file is None else {}
         pipeline = pipelines.load(found, dtype, safety_checker)
         name = str(source)
         if interval and families.embeds_guidance(pipeline):
@@ -358,7 +358,10 @@ def _device(device: torch.device | str) -> torch.device:
     return where
 
 
-def _read_sidecar(folder: Path) -> dict[str, Any]:
+def read_sidecar(folder: Path) -> dict[str, Any]:
+    """A checkpoint's `fedprior.json`: steps, guidance, scheduler, size, classes, trained_on, and under "balance" and
+    "guide" the templates and the timestep and levels that serve it best; {} without one. Raises UserError for a
+    damaged one."""
     path = folder / locate.SIDECAR
     if not path.exists():
         return {}
@@ -367,6 +370,9 @@ def _read_sidecar(folder: Path) -> dict[str, Any]:
         _check_options(defaults.get("steps"), defaults.get("guidance"), scheduler=defaults.get("scheduler", "auto"))
         if defaults.get("size", 8) % 8:
             raise ValueError("size")
+        for served, keys in (("balance", {"templates"}), ("guide", {"timestep", "levels"})):
+            if not set(defaults.get(served, {})) <= keys:
+                raise ValueError(served)
     except (ValueError, TypeError, AttributeError, OSError, UsageError):
         raise UserError(
             f"{path} is damaged; give it steps >= 1, guidance >= 0 and a size that 8 divides, or remove it"

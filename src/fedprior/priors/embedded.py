@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import unknown
-from .diffusion import DiffusionPrior
+from .diffusion import DiffusionPrior, read_sidecar
 from .locate import ALIASES
 
 
@@ -19,6 +19,13 @@ def folder(name: str) -> Path:
     if name not in names():
         raise unknown("embedded prior", name, names())
     return Path(__file__).parent / "checkpoints" / name
+
+
+def sidecar(name_or_path: str | Path) -> dict[str, Any]:
+    """What a prior that ships, or a local folder, says of itself (`fedprior.json`); {} for all else."""
+    word = str(name_or_path)
+    place = folder(word) if word in names() else Path(word).expanduser()
+    return read_sidecar(place) if place.is_dir() else {}
 
 
 def load(name_or_path: str | Path, **options: Any) -> DiffusionPrior:
