@@ -287,6 +287,8 @@ def test_the_servers_images_follow_the_methods_number_the_seed_and_the_balances_
         "per_class": 7,
         "seed": 4,
         "attempts": 2 if words else 5,
+        "filters": (),
+        "distinct": False,
     }
 
 

@@ -126,7 +126,10 @@ def test_a_domain_stands_in_its_slot_whatever_it_and_the_class_are_called():
 def test_a_domain_template_without_a_domain_is_refused():
     with pytest.raises(UsageError, match=r"'\{domain\} of a \{\}' needs a domain, and there is none"):
         prompts.prompt("dog", prompts.DOMAIN[0])
-    with pytest.raises(UsageError, match=r"'\{domain\} of a \{\}' needs data with domains, and these have none"):
+    with pytest.raises(
+        UsageError,
+        match=r"'\{domain\} of a \{\}' names a domain, and this split has none; use data with domains and part",
+    ):
         prompts.phrases(prompts.DOMAIN, ())
 
 
