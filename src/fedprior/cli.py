@@ -209,6 +209,9 @@ def report(
     emit({"report": str(target)}, as_json)
 
 
+EXTRAS = {"timm": "timm", "lora": "peft", "fid": "torch_fidelity"}  # name -> module
+
+
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """What fedprior finds on this machine."""
@@ -229,7 +232,7 @@ def doctor(as_json: Json = False) -> None:
         "cache_MB": held / 1e6,
         "free_disk_MB": shutil.disk_usage(there).free / 1e6,
         "embedded_priors": {name: embedded.folder(name).is_dir() for name in embedded.names()},
-        "extras": {"timm": importlib.util.find_spec("timm") is not None},
+        "extras": {name: importlib.util.find_spec(module) is not None for name, module in EXTRAS.items()},
     }
     rows = [
         [k, v]

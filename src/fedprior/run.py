@@ -50,7 +50,8 @@ class Prepared(NamedTuple):
 def default_name(experiment: Experiment) -> str:
     """E.g. "digits-fedavg+max"."""
     parts = [experiment.data.name.replace("/", "-"), CHOICES["method"].name_of(experiment.method)]
-    extra = [CHOICES[key].name_of(value) for key in ("balance", "guide") if (value := getattr(experiment, key))]
+    values = {key: getattr(experiment, key) for key in ("balance", "adapt", "guide")}
+    extra = [CHOICES[key].name_of(value) for key, value in values.items() if value]
     return "+".join(["-".join(parts), *extra])
 
 
