@@ -1,6 +1,7 @@
 """Filters of synthetic images, each against what it promises, and the account of what they removed."""
 
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import torch
 from fedprior.data import table
 from fedprior.errors import UsageError, UserError
 from fedprior.prepare import filters
-from fedprior.prepare.filters import ClipScore, Confidence, Duplicates
-from fedprior.priors import architecture
+from fedprior.prepare.filters import ClipScore, Confidence
+from fedprior.priors import architecture, quality
 from fedprior.priors.check import Judge
 
 JUDGE = Judge(steps=40)
@@ -20,6 +21,15 @@ PROMPTS = ("a photo of a cat", "a photo of a small dog", "a dog")
 def noise(seed, n, side=16):
     made = np.random.default_rng(seed).integers(0, 256, (n, 3, side, side), dtype=np.uint8)
     return torch.from_numpy(made)
+
+
+class Duplicates:
+    """The simplest filter: removes images that are byte-equal to an earlier one of their class."""
+
+    settings: ClassVar = {"filter": "duplicates"}
+
+    def keep(self, images, labels, prompts):
+        return ~quality.repeats(images, labels)
 
 
 # Duplicates -----------------------------------------------------------------------------------------------

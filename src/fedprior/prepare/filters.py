@@ -18,7 +18,7 @@ from .. import store
 from ..data.table import Table
 from ..errors import UsageError, UserError
 from ..net import Net
-from ..priors import check, quality
+from ..priors import check
 from ..priors.check import Judge
 from ..priors.encoder import ImageEncoder
 from ..priors.quiet import quiet
@@ -68,18 +68,6 @@ def apply(filters: Sequence[Filter], images: Tensor, labels: Tensor, prompts: Se
 def digest(filters: Sequence[Filter]) -> str:
     """Of what the filters keep, in their order, for the keys of caches."""
     return store.digest(*(json.dumps(one.settings, sort_keys=True) for one in filters))
-
-
-@dataclass(frozen=True)
-class Duplicates:
-    """Removes images that are byte-equal to an earlier one of their class."""
-
-    @property
-    def settings(self) -> dict[str, object]:
-        return {"filter": "duplicates"}
-
-    def keep(self, images: Tensor, labels: Tensor, prompts: Sequence[str]) -> Tensor:
-        return ~quality.repeats(images, labels)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
