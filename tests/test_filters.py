@@ -146,24 +146,9 @@ def test_images_of_another_size_are_resized_and_none_give_none(folder):
     assert clip.keep(noise(0, 0), torch.zeros(0).long(), []).tolist() == []
 
 
-def test_the_best_share_of_each_class_is_kept(folder):
-    images, labels, prompts = noise(3, 9, side=30), torch.tensor([0, 1, 0, 0, 1, 0, 0, 2, 0]), [PROMPTS[0]] * 9
-    expected = reference(folder, images, prompts)
-    keep = ClipScore.from_pretrained(folder, keep_share=0.5).keep(images, labels, prompts)
-    assert [int(keep[labels == c].sum()) for c in range(3)] == [3, 1, 1]  # rounded up
-    assert expected[(labels == 0) & keep].min() > expected[(labels == 0) & ~keep].max()
-    assert ClipScore.from_pretrained(folder, keep_share=1.0).keep(images, labels, prompts).all()
-
-
-def test_a_score_filter_needs_one_rule_and_a_whole_model(folder, tmp_path):
-    with pytest.raises(UsageError, match="either a threshold or a keep_share"):
-        ClipScore.from_pretrained(tmp_path / "none")  # before anything is loaded
-    with pytest.raises(UsageError, match="either a threshold or a keep_share"):
-        ClipScore.from_pretrained(folder, threshold=0.2, keep_share=0.5)
-    with pytest.raises(UsageError, match=r"at most 1, not 1\.5"):
-        ClipScore.from_pretrained(folder, keep_share=1.5)
+def test_a_score_filter_needs_a_cosine_and_a_whole_model(folder, tmp_path):
     with pytest.raises(UsageError, match="cosine"):
-        ClipScore.from_pretrained(folder, threshold=30)
+        ClipScore.from_pretrained(tmp_path / "none", threshold=30)  # before anything is loaded
     with pytest.raises(UserError, match=r"cannot load CLIP from .*; give a folder or hub id with safetensors"):
         ClipScore.from_pretrained(tmp_path / "none", threshold=0.2)
 
@@ -233,7 +218,6 @@ def test_the_digest_changes_with_all_that_changes_what_is_kept(confidence, folde
         [Confidence(rows=other_rows, **given)],
         [ClipScore.from_pretrained(folder, threshold=0.2)],
         [ClipScore.from_pretrained(folder, threshold=0.3)],
-        [ClipScore.from_pretrained(folder, keep_share=0.2)],
     ]
     digests = [filters.digest(variant) for variant in variants]
     assert len(set(digests)) == len(variants)

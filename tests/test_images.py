@@ -18,7 +18,7 @@ from fedprior import store
 from fedprior.data import table
 from fedprior.data.table import Federation
 from fedprior.errors import UsageError, UserError
-from fedprior.prepare import images, synthesis
+from fedprior.prepare import images, shards, synthesis
 from fedprior.prepare.balance import BalanceToMax, FixedBudget
 from fedprior.prepare.images import SHARED, Part, Rate, Stream
 
@@ -197,9 +197,9 @@ def test_a_flipped_bit_anywhere_is_found(small):
         data[place] ^= 1 << int(rng.integers(8))
         path.write_bytes(data)
         with pytest.raises(ValueError, match="is damaged"):
-            images._read(path)
+            shards.read(path)
     path.write_bytes(sound)
-    assert images._read(path).num_rows == 8
+    assert shards.read(path).num_rows == 8
 
 
 # Room and pace -------------------------------------------------------------------------------------------

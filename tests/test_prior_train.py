@@ -12,7 +12,7 @@ from torch import nn
 
 from fedprior.data import digits
 from fedprior.errors import UserError
-from fedprior.priors import architecture, check, embedded, prompts, train
+from fedprior.priors import architecture, check, embedded, prompts, stages, train
 
 # The embedded digits --------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class Stop(Exception):
 @pytest.mark.parametrize("stops", [(3,), (2, 5), (8, 12), (1, 9, 15)])
 def test_training_that_was_stopped_ends_in_the_same_weights(stops, monkeypatch, tmp_path):
     """Ten steps of either part; a stop falls in the autoencoder's or the denoiser's, between two checkpoints or not."""
-    monkeypatch.setattr(train, "EVERY", 0.0)
+    monkeypatch.setattr(stages, "EVERY", 0.0)
     steps = {"autoencoder_steps": 10, "steps": 10}
     train.train_embedded("digits", tmp_path / "whole", **steps, log=lambda line: None)
     taken, said = [0], []
@@ -282,7 +282,7 @@ def test_the_denoiser_is_taught_the_velocity_of_every_latent():
 
 
 def test_the_learning_rate_warms_up_and_falls_to_two_per_cent():
-    rates = list(train.rates(1000, 0.5, warmup=10))
+    rates = list(stages.rates(1000, 0.5, warmup=10))
     assert rates[0] == pytest.approx(0.05)
     assert rates[9] == max(rates) == pytest.approx(0.5, rel=1e-3)
     assert rates[500] == pytest.approx(0.5 * 0.51)
@@ -300,7 +300,7 @@ def test_timesteps_cover_the_range_evenly():
 
 def test_the_average_follows_a_second_implementation():
     p = nn.Parameter(torch.zeros(1))
-    average, expected = train.Average([p], decay=0.9), 0.0
+    average, expected = stages.Average([p], decay=0.9), 0.0
     for i in range(1, 40):
         with torch.no_grad():
             p.fill_(i)

@@ -131,30 +131,25 @@ class Confidence:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ClipScore:
     """Removes images whose CLIP embedding is unlike that of their prompt (arXiv:2104.08718): those with a cosine below
-    `threshold`, or all but the best `keep_share` of each class (rounded up, the earlier of equals), among the images
-    that are given together."""
+    `threshold`."""
 
     encoder: ImageEncoder
     text: Any  # transformers.CLIPTextModelWithProjection
     tokenizer: Any
-    threshold: float | None = None
-    keep_share: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_rule(self.threshold, self.keep_share)
+    threshold: float
 
     @classmethod
     def from_pretrained(
         cls,
         source: str | Path,
         *,
-        threshold: float | None = None,
-        keep_share: float | None = None,
+        threshold: float,
         device: torch.device | str = "cpu",
     ) -> "ClipScore":
         """A CLIP checkpoint, a folder or a hub id with safetensors. Raises UserError when it cannot be had or is no
-        CLIP model, UsageError unless one of `threshold` and `keep_share` is given."""
-        _check_rule(threshold, keep_share)
+        CLIP model, UsageError for a threshold that is no cosine."""
+        if not -1 <= threshold <= 1:
+            raise UsageError(f"a CLIP score is a cosine from -1 to 1, and the threshold {threshold} is none")
         with quiet():
             from transformers import (
                 CLIPConfig,
@@ -191,14 +186,18 @@ class ClipScore:
             text=text.to(device).eval().requires_grad_(False),
             tokenizer=tokenizer,
             threshold=threshold,
-            keep_share=keep_share,
         )
 
     @cached_property
     def settings(self) -> dict[str, object]:
         words = store.digest(*(store.raw_bytes(x) for x in self.text.state_dict().values()))
-        which = {"threshold": self.threshold} if self.keep_share is None else {"keep_share": self.keep_share}
-        return {"filter": "clip_score", "model": self.encoder.name, "revision": [self.encoder.revision, words], **which}
+        revision = [self.encoder.revision, words]
+        return {
+            "filter": "clip_score",
+            "model": self.encoder.name,
+            "revision": revision,
+            "threshold": self.threshold,
+        }
 
     @torch.no_grad()
     def scores(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -217,21 +216,4 @@ class ClipScore:
 
     def keep(self, images: Tensor, labels: Tensor, prompts: Sequence[str]) -> Tensor:
         scores = self.scores(images, prompts)
-        if self.threshold is not None:
-            return scores >= self.threshold
-        assert self.keep_share is not None
-        kept = torch.zeros(len(labels), dtype=torch.bool)
-        for c in labels.unique():
-            rows = torch.nonzero(labels == c)[:, 0]
-            best = scores[rows].argsort(descending=True, stable=True)
-            kept[rows[best[: math.ceil(round(self.keep_share * len(rows), 9))]]] = True
-        return kept
-
-
-def _check_rule(threshold: float | None, keep_share: float | None) -> None:
-    if (threshold is None) == (keep_share is None):
-        raise UsageError("a CLIP score filter needs either a threshold or a keep_share, such as keep_share=0.8")
-    if threshold is not None and not -1 <= threshold <= 1:
-        raise UsageError(f"a CLIP score is a cosine from -1 to 1, and the threshold {threshold} is none")
-    if keep_share is not None and not 0 < keep_share <= 1:
-        raise UsageError(f"keep_share is a share above 0 and at most 1, not {keep_share}")
+        return scores >= self.threshold

@@ -8,7 +8,6 @@ may differ by a grey level.)
 """
 
 import hashlib
-import io
 import json
 import shutil
 import time
@@ -20,12 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprior import seeds, store
 from fedprior.errors import UserError
-from fedprior.prepare import filters
+from fedprior.prepare import filters, shards
 from fedprior.prepare.filters import Filter
 from fedprior.priors import faults, prompts
 from fedprior.priors.base import Prior
@@ -39,7 +37,6 @@ NO_DOMAIN = -1
 PATIENCE = 16  # by how many the faulty images of a class may outnumber the good ones
 STRICT = 20  # images that a filter may remove for one that it keeps
 BYTES_PER_PIXEL = 2.5  # of small photographs as PNG, three channels
-SEAL = b"sha256:" + b"0" * 64  # of a file, in its metadata
 STALE = 3600.0  # seconds after which a temporary file is nobody's
 
 Update = Callable[[int, int], None]  # (usable images there, usable images needed)
@@ -300,9 +297,9 @@ class ImageFolder:
         return Item(key, template, self.wording.prompt(stream.label, template, stream.domain))
 
     def row(self, item: Item, image: Tensor, seed: int, attempts: int, ok: bool) -> dict[str, Any]:
-        """The row of an image in its file: the columns of `_schema`."""
+        """The row of an image in its file: the columns of `shards.schema`."""
         label, client, index = item.key[:3]
-        png = _png(image)
+        png = shards.png(image)
         return {
             "image": {"bytes": png, "path": f"{label:04}-{index:06}.png"},
             "label": label,
@@ -328,20 +325,15 @@ class ImageFolder:
         than this block began with, it stays as it is: a file has no gaps, and a later run makes what it lacks.
         """
         path = self.file(piece.stream, piece.block)
-        kept, _ = store.read_or_rebuild(path, lambda file: _read(file).to_pylist(), list)
+        kept, _ = store.read_or_rebuild(path, lambda file: shards.read(file).to_pylist(), list)
         if piece.start <= len(kept) < piece.start + piece.size:
             self.write(path, kept[: piece.start] + rows)
 
     def write(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        content = pa.Table.from_pylist(rows, _schema(self.wording.classes, bool(self.wording.domains)))
-        out = io.BytesIO()
-        pq.write_table(content, out)
+        content = shards.packed(path, rows, shards.schema(self.wording.classes, bool(self.wording.domains)))
         try:
             with store.atomic(path) as temporary:
-                temporary.write_bytes(_sealed(path, out.getvalue()))
+                temporary.write_bytes(content)
         except OSError as error:
             raise UserError(
                 f"cannot write images ({error}); what is there stays. Free some space or set FEDPRIOR_CACHE to a "
@@ -363,12 +355,12 @@ class ImageFolder:
         taken = passed = damaged = 0
         for file in sorted(folder.glob("class-*.parquet")):
             try:
-                theirs = _read(file)
+                theirs = shards.read(file)
             except (ValueError, OSError):
                 damaged += 1
                 continue
             own = self.path / file.name
-            ours, _ = store.read_or_rebuild(own, lambda path: len(_read(path)), lambda: 0)
+            ours, _ = store.read_or_rebuild(own, lambda path: len(shards.read(path)), lambda: 0)
             if len(theirs) > ours:
                 with store.atomic(own) as temporary:
                     shutil.copyfile(file, temporary)
@@ -384,8 +376,8 @@ class ImageFolder:
 
     def load(self, path: Path) -> tuple[Tensor, Tensor]:
         """A file's images uint8 [n, 3, H, W], and which are ok. Raises ValueError or OSError when it is damaged."""
-        rows = _read(path).to_pylist()
-        images = torch.from_numpy(np.stack([_pixels(row["image"]["bytes"]) for row in rows]))
+        rows = shards.read(path).to_pylist()
+        images = torch.from_numpy(np.stack([shards.pixels(row["image"]["bytes"]) for row in rows]))
         return images.permute(0, 3, 1, 2).contiguous(), torch.tensor([row["ok"] for row in rows])
 
     def empty(self) -> tuple[Tensor, Tensor]:
@@ -482,78 +474,3 @@ def _chunks(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
                 chunk, room = [], CALL
     if chunk:
         yield chunk
-
-
-def _schema(classes: Sequence[str], domains: bool) -> Any:
-    """The Arrow schema of a file, with the features that `datasets` reads: PIL images, named classes."""
-    import pyarrow as pa
-
-    plain = {
-        "class": "string",
-        "prompt": "string",
-        "template": "string",
-        "index": "int64",
-        "client": "int64",
-        "seed": "int64",
-        "model": "string",
-        "revision": "string",
-        "scheduler": "string",
-        "steps": "int64",
-        "guidance": "float64",
-        "attempts": "int64",
-        "ok": "bool",
-        "sha256": "string",
-        **({"domain": "string"} if domains else {}),
-    }
-    features: dict[str, Any] = {
-        "image": {"_type": "Image"},
-        "label": {"names": list(classes), "_type": "ClassLabel"},
-        **{name: {"dtype": kind, "_type": "Value"} for name, kind in plain.items()},
-    }
-    kinds = {"bool": pa.bool_(), "float64": pa.float64(), "int64": pa.int64(), "string": pa.string()}
-    columns = [
-        ("image", pa.struct({"bytes": pa.binary(), "path": pa.string()})),
-        ("label", pa.int64()),
-        *((name, kinds[kind]) for name, kind in plain.items()),
-    ]
-    return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": features}}), "seal": SEAL})
-
-
-def _read(path: Path) -> Any:
-    """The Arrow table in a file of ours. Raises ValueError or OSError when any bit of it is not as it was written."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    data = path.read_bytes()
-    if data != _sealed(path, data):
-        raise ValueError(f"{path} is damaged")
-    try:
-        return pq.ParquetFile(pa.BufferReader(data)).read()
-    except pa.ArrowException as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
-
-
-def _sealed(path: Path, data: bytes) -> bytes:
-    """A file's bytes with the digest of the others, and of the place of the file, in the room that `SEAL` keeps for it.
-    So a renamed or copied file is found out too."""
-    start = data.rfind(SEAL[:7])
-    blank = data[:start] + SEAL + data[start + len(SEAL) :]
-    digest = store.digest(path.parent.name, path.name, blank)
-    return data[:start] + SEAL[:7] + digest.encode() + data[start + len(SEAL) :]
-
-
-def _png(image: Tensor) -> bytes:
-    """uint8 [3, H, W] -> the bytes of a PNG file."""
-    from PIL import Image
-
-    out = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()).save(out, format="PNG")
-    return out.getvalue()
-
-
-def _pixels(png: bytes) -> NDArray[np.uint8]:
-    """The bytes of a PNG file -> uint8 [H, W, 3]."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(png)) as image:
-        return np.asarray(image.convert("RGB"))
