@@ -1,6 +1,7 @@
 """What synthetic images are worth: by quality, number, rule and alignment. Prints a Markdown page.
 
     python benchmarks/generation.py cifar10 --data FOLDER     # the recipe cifar10-embedded, plain and balanced
+    python benchmarks/generation.py rates --data FOLDER       # the same with several rates, on held-out rows
     python benchmarks/generation.py align digits|cifar10 ...  # real rows aligned with synthetic ones, or not
     python benchmarks/generation.py knee digits|cifar10 ...   # accuracy against the number of images, and rules
 
@@ -17,6 +18,12 @@ import numpy as np
 from arms import about, accuracies, cell
 
 SEEDS = (0, 1, 2)
+FEWER = (0, 1)  # where many cells of photos are compared
+RATES: dict[str, tuple[str, ...]] = {
+    "SGD 0.05": ("local=sgd", "local.lr=0.05"),
+    "SGD 0.2": ("local=sgd", "local.lr=0.2"),
+    "AdamW 1e-3": ("local=adamw", "local.lr=1e-3"),
+}
 PHOTOS = (
     "cifar10-embedded",
     "net=cnn",  # ten times as fast as the recipe's
@@ -46,8 +53,8 @@ ALIGNED: dict[str, tuple[str, ...]] = {
     "align=half": ("balance=max", "balance.align=half"),
     "align=noised, strength 0.3": ("balance=max", "balance.align=noised"),
 }
-BUDGETS = (0, 25, 50, 100, 200, 400, 800, 1600)
-POOLS = (3, 10, 30, 100, 300)
+BUDGETS = {"digits": (0, 25, 50, 100, 200, 400, 800, 1600), "cifar10": (0, 25, 100, 400, 1600)}
+POOLS = {"digits": (3, 10, 30, 100, 300), "cifar10": (3, 30, 300)}
 RULES: dict[str, tuple[str, ...]] = {
     "none": ("balance=none",),
     "max (Gen-FedSD)": ("balance=max",),
@@ -62,11 +69,13 @@ RULES: dict[str, tuple[str, ...]] = {
 Arms = Mapping[str, Sequence[str]]
 
 
-def table(base: Sequence[str], arms: Arms, splits: Arms, root: Path, workers: int, first: str) -> str:
+def table(
+    base: Sequence[str], arms: Arms, splits: Arms, root: Path, workers: int, first: str, seeds: Sequence[int]
+) -> str:
     """One line an arm, one column a split; mean and spread over seeds of the mean accuracy of the last ten rounds."""
     cells = [(arm, split) for arm in arms for split in splits]
-    jobs = [(*base, *splits[split], *arms[arm], f"seed={s}") for arm, split in cells for s in SEEDS]
-    found = dict(zip(cells, np.array(accuracies(jobs, root, workers)).reshape(-1, len(SEEDS)), strict=True))
+    jobs = [(*base, *splits[split], *arms[arm], f"seed={s}") for arm, split in cells for s in seeds]
+    found = dict(zip(cells, np.array(accuracies(jobs, root, workers)).reshape(-1, len(seeds)), strict=True))
     lines = [f"| {first} | {' | '.join(splits)} |", "| --- |" + " --- |" * len(splits)]
     lines += [f"| {arm} | " + " | ".join(cell(found[arm, split].tolist()) for split in splits) + " |" for arm in arms]
     return "\n".join(lines)
@@ -78,32 +87,34 @@ def capped(arms: Arms, kind: str) -> dict[str, Sequence[str]]:
     return {name: (*words, *(("balance.cap=300",) if knows(words) else ())) for name, words in arms.items()}
 
 
-def page(what: str, kind: str, base: Sequence[str], root: Path, workers: int) -> str:
+def page(what: str, kind: str, base: Sequence[str], root: Path, workers: int, seeds: Sequence[int]) -> str:
     splits = SPLITS[kind]
+    arms: Arms = {"FedAvg": ("balance=none",), "FedAvg, balanced": ()}
+    if what == "rates":
+        return table((*base, "validation=0.1"), arms, RATES, root, workers, "arm", seeds)
     if what == "cifar10":
         splits = {f"Dirichlet({alpha})": (f"partition.alpha={alpha}",) for alpha in ("0.1", "0.05")}
-        arms: Arms = {"FedAvg": ("balance=none",), "FedAvg, balanced": ()}
-        return table(base, arms, splits, root, workers, "arm")
+        return table(base, arms, splits, root, workers, "arm", seeds)
     if what == "align":
-        return table(base, capped(ALIGNED, kind), splits, root, workers, "real rows")
+        return table(base, capped(ALIGNED, kind), splits, root, workers, "real rows", seeds)
     first = dict(list(splits.items())[:1])
-    budgets = {str(n): ("balance=fixed_budget", f"balance.budget={n}") for n in BUDGETS}
-    pools = {str(n): ("balance=max", f"balance.pool_size={n}") for n in POOLS}
+    budgets = {str(n): ("balance=fixed_budget", f"balance.budget={n}") for n in BUDGETS[kind]}
+    pools = {str(n): ("balance=max", f"balance.pool_size={n}") for n in POOLS[kind]}
     return "\n\n".join(
         [
             "Images a client (`balance=fixed_budget`):",
-            table(base, budgets, first, root, workers, "budget"),
+            table(base, budgets, first, root, workers, "budget", seeds),
             "Distinct images of a class, which all clients share (`balance=max`):",
-            table(base, capped(pools, kind), first, root, workers, "pool_size"),
+            table(base, capped(pools, kind), first, root, workers, "pool_size", seeds),
             "Rules:",
-            table(base, capped(RULES, kind), splits, root, workers, "balance"),
+            table(base, capped(RULES, kind), splits if kind == "digits" else first, root, workers, "balance", seeds),
         ]
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["cifar10", "align", "knee"])
+    parser.add_argument("what", choices=["cifar10", "rates", "align", "knee"])
     parser.add_argument("set", nargs="?", choices=list(SETS), default="cifar10")
     parser.add_argument("--data", type=Path, help="folder with train.parquet and test.parquet of CIFAR-10")
     parser.add_argument("--prior", help="in place of the embedded one")
@@ -112,12 +123,17 @@ def main() -> None:
     a = parser.parse_args()
     if a.set == "cifar10" and a.data is None:
         parser.error("cifar10 needs --data")
-    words = ("cifar10-embedded",) if a.what == "cifar10" else SETS[a.set]
+    whole = a.what in ("cifar10", "rates")  # the recipe as it is
+    if whole and a.set != "cifar10":
+        parser.error(f"{a.what} is for cifar10 alone")
+    words = ("cifar10-embedded",) if whole else SETS[a.set]
+    seeds = FEWER if a.what == "rates" or (a.what, a.set) == ("knee", "cifar10") else SEEDS
     extra = ((f"data.path={a.data}",) if a.set == "cifar10" else ()) + ((f"prior={a.prior}",) if a.prior else ())
-    command = f"python benchmarks/generation.py {a.what}" + (f" {a.set}" if a.what != "cifar10" else "")
-    told = page(a.what, a.set, (*words, *extra), a.runs or Path(tempfile.mkdtemp()), a.workers)
-    print(f"{about(command + (' --data FOLDER' if a.data else ''))}. `{' '.join(words)}`, {len(SEEDS)} seeds. Test ")
-    print("accuracy, mean of the last 10 rounds, mean ± standard deviation over seeds.\n")
+    command = f"python benchmarks/generation.py {a.what}" + ("" if whole else f" {a.set}")
+    told = page(a.what, a.set, (*words, *extra), a.runs or Path(tempfile.mkdtemp()), a.workers, seeds)
+    judged = "Accuracy on held-out rows of the clients" if a.what == "rates" else "Test accuracy"
+    print(f"{about(command + (' --data FOLDER' if a.data else ''))}. `{' '.join(words)}`, {len(seeds)} seeds.")
+    print(f"{judged}, mean of the last 10 rounds as far as evaluated, mean ± standard deviation over seeds.\n")
     print(told)
 
 

@@ -107,11 +107,13 @@ class Page(HTMLParser):
 # Numbers
 
 
-def test_headline_of_twelve_evaluations_averages_the_last_ten():
+def test_headline_averages_the_last_ten_rounds_whether_all_were_evaluated_or_not():
     seen = [1.0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.5]
-    with_gaps = [a for pair in zip(seen, [None] * 12, strict=True) for a in pair]
+    got = summary.headline(curve(seen))
+    assert got == {"last": 0.5, "mean_last10": pytest.approx(0.5, abs=1e-15), "best": 1.0, "rounds": 12}
+    with_gaps = [a for pair in zip([None] * 12, seen, strict=True) for a in pair]  # rounds 2, 4, ... 24
     got = summary.headline(curve(with_gaps))
-    assert got == {"last": 0.5, "mean_last10": pytest.approx(0.5, abs=1e-15), "best": 1.0, "rounds": 24}
+    assert got == {"last": 0.5, "mean_last10": pytest.approx(0.7, abs=1e-15), "best": 1.0, "rounds": 24}  # 16 to 24
 
 
 def test_headline_without_evaluations_has_no_numbers():
@@ -134,7 +136,7 @@ def test_comparison_row_holds_hand_computed_numbers():
     assert summary.comparison([arm], 0.45) == [
         {
             "setting": "a",
-            "mean of last 3": "40.0 % ± 14.1",  # 0.3 and 0.5
+            "mean of last 3 rounds": "40.0 % ± 14.1",  # 0.3 and 0.5
             "last": "40.0 % ± 14.1",
             "best (optimistic)": "50.0 % ± 14.1",  # 0.4 and 0.6
             "seeds": "2",
@@ -345,7 +347,7 @@ def test_page_shows_the_numbers_of_every_table():
     given_data = data()
     cells = Page(html.render(given_data)).cells
     rows = summary.comparison(given_data.arms, given_data.target)
-    assert rows[0]["mean of last 2"] == "20.0 % ± 5.0"  # 0.15, 0.2, 0.25
+    assert rows[0]["mean of last 2 rounds"] == "20.0 % ± 5.0"  # 0.15, 0.2, 0.25
     tables = rows, summary.client_rows(given_data.arms), summary.traffic_rows(given_data.arms)
     shown = [cell for table in tables for row in [{k: k for k in table[0]}, *table] for cell in row.values()]
     assert cells == shown

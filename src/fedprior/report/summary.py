@@ -10,7 +10,7 @@ import numpy as np
 
 from ..traffic import MB
 
-LAST = 10  # evaluated rounds that the headline averages
+LAST = 10  # rounds that the headline averages, as far as they were evaluated
 FAR = 3  # combined standard deviations from which a difference is called far outside the spread
 
 Curve = list[dict[str, Any]]
@@ -48,11 +48,13 @@ def evaluated(curve: Curve) -> Curve:
 
 
 def headline(curve: Curve) -> dict[str, Any]:
-    """last, mean_last10 (of the last ten evaluations), best (optimistic: chosen on the test set), rounds."""
+    """last, mean_last10 (of the evaluations within the last ten rounds), best (optimistic: chosen on the test set),
+    rounds."""
     seen = [line["accuracy"] for line in evaluated(curve)]
     if not seen:
         return {"last": None, "mean_last10": None, "best": None, "rounds": len(curve)}
-    tail = seen[-LAST:]
+    final = evaluated(curve)[-1]["round"]
+    tail = [line["accuracy"] for line in evaluated(curve) if line["round"] > final - LAST]
     return {
         "last": seen[-1],
         "mean_last10": math.fsum(tail) / len(tail),
@@ -83,7 +85,7 @@ def across_seeds(values: Sequence[float | None]) -> tuple[float | None, float | 
 
 
 def score(arm: Arm) -> tuple[float | None, float | None]:
-    """The arm's headline: mean and sample standard deviation over seeds of the mean of the last ten evaluations."""
+    """The arm's headline: mean and sample standard deviation over seeds of the mean of the last ten rounds."""
     return across_seeds([headline(curve)["mean_last10"] for curve in arm.curves])
 
 
@@ -95,8 +97,8 @@ def percent(mean: float | None, spread: float | None = None) -> str:
 
 
 def window(arms: Sequence[Arm]) -> int:
-    """How many evaluated rounds the headline averages: ten, or fewer where no run has as many."""
-    return min(LAST, max(len(evaluated(curve)) for arm in arms for curve in arm.curves))
+    """How many rounds the headline averages: ten, or fewer where no run has as many."""
+    return min(LAST, max(len(curve) for arm in arms for curve in arm.curves))
 
 
 def seeds(arms: Sequence[Arm]) -> str:
@@ -110,7 +112,7 @@ def seeds(arms: Sequence[Arm]) -> str:
 def comparison(arms: Sequence[Arm], target: float | None) -> list[dict[str, str]]:
     """One row an arm, ready to print; the keys are the column heads."""
     rows = []
-    head = f"mean of last {window(arms)}"
+    head = f"mean of last {window(arms)} rounds"
     for arm in arms:
         heads = [headline(c) for c in arm.curves]
         spread = {k: percent(*across_seeds([h[k] for h in heads])) for k in ("mean_last10", "last", "best")}
