@@ -203,14 +203,14 @@ def test_synthetic_rows_of_a_federation_with_domains_are_of_none():
 @pytest.mark.parametrize(("classes", "flip"), [(toy.CLASSES, True), (("number 0", "number 1", "number 2", "3"), False)])
 def test_images_of_digits_are_cropped_and_not_mirrored(classes, flip, monkeypatch):
     data, seen = replace(toy.federation(), classes=classes), []
-    real = local.crop_flip
+    real = local.cropped
 
-    def watched(image, **options):
-        seen.append(options["flip"])
-        return real(image, **options)
+    def watched(image, crops):
+        seen.append(bool(crops[2].any()))
+        return real(image, crops)
 
-    monkeypatch.setattr(local, "crop_flip", watched)
-    e = override(Experiment(), ["augment=true", "clients=6", "cohort=1", "steps=2", "batch_size=4"])
+    monkeypatch.setattr(local, "cropped", watched)
+    e = override(Experiment(), ["augment=true", "clients=6", "cohort=1", "steps=2", "batch_size=16"])
     engine, _ = assemble.build_engine(e, toy.net(), data)
     assert engine.worker.flip is flip
     engine.worker.train(0, data.shard(0), {"weights": toy.net().init(), "shared": {}}, {}, 0)

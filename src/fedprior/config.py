@@ -96,7 +96,9 @@ class Experiment:
     validation: float = 0.0  # share of each client's rows that is held out and judged on in place of the test set
     seed: int = 0
     precision: Precision = "fp32"
-    engine: Literal["serial"] = "serial"
+    engine: Literal["auto", "serial", "pool", "vectorised"] = "auto"  # where clients run: docs/engines.md
+    workers: int | None = None  # processes of engine=pool; None: one a core (or `threads` of them) or GPU
+    block: int | None = None  # clients that engine=vectorised trains together; None: the cohort
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_MB: float = 4000.0  # what clients remember beyond this is kept on disk only
     threads: int = 1  # of a CPU; more pay for large nets on idle cores only, and change the last bits
@@ -111,6 +113,9 @@ class Experiment:
         for key in ("clients", "batch_size", "cohort", "min_cohort", "rounds", "evaluate_every", "threads"):
             if getattr(self, key) < 1:
                 raise UsageError(f"{key} must be at least 1, not {getattr(self, key)}")
+        for key in ("workers", "block"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise UsageError(f"{key} must be at least 1, not {value}")
         if (self.steps is None) == (self.epochs is None):
             raise UsageError("give the local work either as steps or as epochs, not both")
         if self.steps is not None and self.steps < 1:

@@ -1,5 +1,7 @@
 """Accuracy on real images: in all, by class, and what each client would see of it."""
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -41,33 +43,58 @@ class Evaluation(NamedTuple):
             return np.asarray(self.correct / self.total)
 
 
-@torch.inference_mode()
 def evaluate(net: Net, weights: Tree, table: Table, classes: int) -> Evaluation:
     """Top-1 accuracy of a model on a table of real images; by domain too, where it has a column `domain`.
 
     Raises ValueError when the table is empty or holds a synthetic image.
     """
+    check(table)
+    return summed(table, *read(net, weights, table), classes)
+
+
+def check(table: Table) -> None:
+    """Raises ValueError for a table that nothing may be evaluated on."""
     if not len(table["label"]):
         raise ValueError("there is nothing to evaluate on")
     if table["synthetic"].any():
         raise ValueError("synthetic images must not enter an evaluation")
-    size = max(1, PIXELS // table["image"][0, 0].numel())
-    hits = []
-    loss = torch.zeros((), dtype=torch.float64, device=net.device)
+
+
+def batch_size(table: Table) -> int:
+    """Images of a batch; larger ones take longer."""
+    return max(1, PIXELS // table["image"][0, 0].numel())
+
+
+def batches(table: Table, parts: int) -> list[tuple[int, int]]:
+    """At most `parts` ranges of rows (first, behind last), about as long, of whole batches."""
+    rows, size = len(table["label"]), batch_size(table)
+    cuts = [size * round(-(-rows // size) * i / parts) for i in range(parts)] + [rows]
+    return [(first, last) for first, last in pairwise(cuts) if first < last]
+
+
+@torch.inference_mode()
+def read(net: Net, weights: Tree, table: Table) -> tuple[Tensor, list[float]]:
+    """-> (which images are recognised, bool [n]; the sum of losses of each batch)"""
+    size = batch_size(table)
+    hits, losses = [], []
     for image, label in zip(table["image"].split(size), table["label"].split(size), strict=True):
         logits = net(weights, image, train=False).logits
-        loss += F.cross_entropy(logits, label, reduction="sum").double()
+        losses.append(F.cross_entropy(logits, label, reduction="sum"))
         hits.append(logits.argmax(1) == label)
-    by_class = _counts(table["label"], torch.cat(hits), classes)
-    by_domain = _counts(table["domain"], torch.cat(hits)) if "domain" in table else ()
-    return Evaluation(*by_class, float(loss) / len(table["label"]), *by_domain)
+    return torch.cat(hits), torch.stack(losses).tolist()
+
+
+def summed(table: Table, hits: Tensor, losses: Sequence[float], classes: int) -> Evaluation:
+    """What `read` found out about a table, in numbers."""
+    by_class = _counts(table["label"], hits, classes)
+    by_domain = _counts(table["domain"], hits) if "domain" in table else ()
+    return Evaluation(*by_class, sum(losses) / len(table["label"]), *by_domain)
 
 
 @torch.inference_mode()
 def embed(net: Net, weights: Tree, table: Table) -> Tensor:
     """Features [n, D] of a table's images in evaluation mode."""
-    size = max(1, PIXELS // table["image"][0, 0].numel())
-    return torch.cat([net(weights, image, train=False).features for image in table["image"].split(size)])
+    return torch.cat([net(weights, image, train=False).features for image in table["image"].split(batch_size(table))])
 
 
 def _counts(group: Tensor, hits: Tensor, least: int = 0) -> tuple[np.ndarray, np.ndarray]:

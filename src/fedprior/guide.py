@@ -12,7 +12,7 @@ paper leaves open and what its released code does otherwise.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -188,6 +188,20 @@ def standardised(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale > EPSILON * scale.max(), x / scale, 0.0)
 
 
+class Revision(NamedTuple):
+    """What is left of a model in a process that does not ask it."""
+
+    revision: str
+
+
+class Known:
+    """What is known of a prior where it is not at hand: enough to find what it made."""
+
+    def __init__(self, prior: Prior) -> None:
+        self.name, self.revision, self.size = prior.name, prior.revision, prior.size
+        self.settings, self.level_widths = prior.settings, prior.level_widths
+
+
 @dataclass(kw_only=True)
 class Guide:
     """A configuration with its prior and the federation's descriptors: what a worker asks for columns and loss."""
@@ -282,6 +296,18 @@ class Guide:
             self.describer.fill(items, missing, federation.table["image"], lambda done: update(done, ""))
         self._keys = {k: [item.key for item in own] for k, own in zip(clients, items, strict=True)}
         return len(missing)
+
+    def settled(self) -> "Guide":
+        """A guide for another process: without the diffusion model, where all descriptors lie in files by now."""
+        if self.config.condition == "dynamic":
+            return self
+        if self.config.anchors != "diffusion":
+            self.anchors()
+        prior = cast(Prior, Known(self.prior))
+        encoder = cast(ImageEncoder, Revision(self.encoder.revision)) if self.encoder else None
+        guide = Guide(config=self.config, prior=prior, classes=self.classes, encoder=encoder)
+        guide._keys, guide._anchors = self._keys, self._anchors
+        return guide
 
     # on the client, before its local training
     def annotate(self, client: int, shard: Shard, ctx: Context, memory: Tree, round: int) -> tuple[Shard, Tree]:

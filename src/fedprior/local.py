@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import seeds, tree
-from .data.augment import crop_flip
+from .data.augment import cropped, draw_crops
 from .data.table import Shard, Table
 from .guide import HEAD, Guide
 from .method import Context, Method, Result
@@ -86,6 +86,14 @@ class Worker:
         rows = np.concatenate([rng.permutation(n) for _ in range(passes)])
         return torch.from_numpy(rows[: steps * self.batch_size].reshape(steps, self.batch_size))
 
+    def crops(self, steps: int, shard: Shard, round: int, client: int) -> Tensor | None:
+        """Where every image of every batch is cut, int64 [steps, 3, batch]; None without augmentation."""
+        if not self.augment:
+            return None
+        rng = seeds.stream(self.seed, "augment", round, client)
+        drawn = [draw_crops(rng, self.batch_size, flip=self.flip) for _ in range(steps)]
+        return torch.from_numpy(np.stack(drawn)).to(shard.rows.device)
+
     def scales(self, n: int, round: int, done: int) -> list[float]:
         """The schedule's factors in the first `done` steps of a client with n rows."""
         steps = self.num_steps(n)
@@ -100,14 +108,14 @@ class Worker:
             shard, columns = self.guide.annotate(client, shard, ctx, memory, round)
         plan = self.plan(len(shard), round, client).to(shard.rows.device)
         scales = self.scales(len(shard), round, len(plan))
-        crops = seeds.stream(self.seed, "augment", round, client)
+        crops = self.crops(len(plan), shard, round, client)
         lots = seeds.stream(self.seed, "negatives", round, client)
         total = torch.zeros((), device=self.net.device)
         with own_generator(seeds.number(self.seed, "dropout", round, client), self.net.device):
-            for which, scale in zip(plan, scales, strict=True):
+            for i, (which, scale) in enumerate(zip(plan, scales, strict=True)):
                 batch = shard.batch(which)
-                if self.augment:
-                    batch["image"] = crop_flip(batch["image"], rng=crops, flip=self.flip)
+                if crops is not None:
+                    batch["image"] = cropped(batch["image"], crops[i])
                 if self.guide is not None:
                     batch |= self.guide.draw(batch, lots)
                 carry, loss = self.step(carry, batch, ctx, scale)
@@ -140,24 +148,35 @@ class Worker:
 
     def step(self, carry: Tree, batch: Table, ctx: Context, scale: float = 1.0) -> tuple[Tree, Tensor]:
         """One gradient step at `scale` times the optimiser's rate -> (carry, loss)."""
-        before = carry["weights"]
-        params = {k: p.detach().requires_grad_() for k, p in before["params"].items()}
-        loss, out = self.method.loss(before | {"params": params}, batch, ctx)
+        params = {k: p.detach().requires_grad_() for k, p in carry["weights"]["params"].items()}
+        loss, buffers = self.objective(params, carry["weights"]["buffers"], batch, ctx)
+        return self.advance(carry, self.slopes(loss, params), buffers, ctx, scale), loss.detach()
+
+    def objective(self, params: Tree, buffers: Tree, batch: Table, ctx: Context) -> tuple[Tensor, Tree]:
+        """-> (loss, buffers after the call)"""
+        loss, out = self.method.loss({"params": params, "buffers": buffers}, batch, ctx)
         if self.guide is not None:
             loss = self.guide.loss(loss, out, params, batch)
+        return loss, out.buffers
+
+    def slopes(self, loss: Tensor, params: Tree) -> Tree:
+        """The gradient of a loss."""
         idle = self.guide is not None or f"{HEAD}.weight" in params  # a guide may use its layer alone, or not at all
         found = torch.autograd.grad(loss, list(params.values()), allow_unused=idle, materialize_grads=idle)
-        grads = dict(zip(params, found, strict=True))
-        with torch.no_grad():
-            after: Tree = {}
-            if self.method.mean_gradient:
-                after["gradient"] = tree.add(carry["gradient"], grads)
-            grads = self.method.gradient(grads, before["params"], ctx)
-            if self.clip_gradient is not None:
-                grads = clip(grads, self.clip_gradient)
-            updated, opt = self.optimizer.update(grads, carry["opt"], before["params"], scale)
-            updated = self.method.project(updated, self.optimizer.lr * scale, ctx)
-        return after | {"weights": {"params": updated, "buffers": out.buffers}, "opt": opt}, loss.detach()
+        return dict(zip(params, found, strict=True))
+
+    @torch.no_grad()
+    def advance(self, carry: Tree, grads: Tree, buffers: Tree, ctx: Context, scale: float) -> Tree:
+        """What local steps carry, after one along `grads`."""
+        before, after = carry["weights"]["params"], {}
+        if self.method.mean_gradient:
+            after["gradient"] = tree.add(carry["gradient"], grads)
+        grads = self.method.gradient(grads, before, ctx)
+        if self.clip_gradient is not None:
+            grads = clip(grads, self.clip_gradient)
+        updated, opt = self.optimizer.update(grads, carry["opt"], before, scale)
+        updated = self.method.project(updated, self.optimizer.lr * scale, ctx)
+        return after | {"weights": {"params": updated, "buffers": buffers}, "opt": opt}
 
     @torch.no_grad()
     def finish(

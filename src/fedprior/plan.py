@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from . import assemble, tree
+from . import assemble, choice, tree
 from .aggregate import Mean
 from .config import Experiment
 from .data.table import Federation, Shard
@@ -56,7 +56,9 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     out |= {"descriptors": described._asdict()}
     seconds: dict[str, float | None] = dict.fromkeys(SECONDS)
     if calibrate:
-        training = round(training_seconds(experiment, engine, cohort, real + synthetic), 1)
+        sizes = [int(n) for n in (real + synthetic).sum(1) if n]
+        sizes = [sum(sizes)] if engine.worker.method.pooled else sizes
+        training = round(choice.training_seconds(experiment, engine, sizes, cohort), 1)
         seconds["training_seconds"] = training
         try:
             assert experiment.prior is not None or not out["images"]
@@ -253,21 +255,3 @@ def seconds_per_image(experiment: Experiment, federation: Federation, prior: Dif
     began = time.perf_counter()
     prior.generate(batch, list(range(count)), (size[0], size[1]))
     return (time.perf_counter() - began) / count
-
-
-def training_seconds(experiment: Experiment, engine: Serial, cohort: int, rows: Any) -> float:
-    """All local steps, by two timed ones; evaluations are left out."""
-    worker = engine.worker
-    server = begin(worker.net, worker.method, experiment.seed, experiment.bn_stats)
-    ctx = worker.open({"weights": server.weights, "shared": worker.method.broadcast(server)}, {})
-    carry = worker.init(ctx, {})
-    shard = engine.federation.shard(engine.clients[0])
-    which = torch.arange(experiment.batch_size) % len(shard)
-    carry, _ = worker.step(carry, shard.batch(which), ctx)
-    began = time.perf_counter()
-    for _ in range(2):
-        carry, _ = worker.step(carry, shard.batch(which), ctx)
-    step = (time.perf_counter() - began) / 2
-    sizes = rows.sum(1) if not worker.method.pooled else rows.sum().reshape(1)
-    steps = sum(worker.num_steps(int(n)) for n in sizes if n) / max(1, int((sizes > 0).sum()))
-    return step * steps * cohort * experiment.rounds

@@ -2,7 +2,7 @@
 
 import errno
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ import torch
 
 from . import __version__, assemble, resume
 from .checkpoint import Checkpoints, State
+from .choice import choose
 from .config import CHOICES, Experiment
 from .data import augment
 from .data.partition import Partition
 from .data.table import Federation, Table, take
 from .engines.serial import Serial
 from .errors import UserError
-from .evaluate import Evaluation, accuracy_by_client, client_accuracies, embed, evaluate
+from .evaluate import Evaluation, accuracy_by_client, client_accuracies, embed
 from .federate import RoundResult, begin, federate
 from .memory import ClientMemory
 from .method import Server
@@ -45,6 +46,7 @@ class Prepared(NamedTuple):
     synthesis: Report | None
     engine: Serial
     cohort: int
+    why: str  # this engine
 
 
 def default_name(experiment: Experiment) -> str:
@@ -79,7 +81,9 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
         record.reserve()
         try:
             memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
-            return carry_out(prepare(experiment, device, memory, progress), record, progress, began)
+            ready = prepare(experiment, device, memory, progress)
+            with closing(ready.engine):
+                return carry_out(ready, record, progress, began)
         except BaseException as error:
             if record.started:
                 with suppress(OSError):  # a full disk must not hide what went wrong
@@ -121,8 +125,10 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
     images = assemble.images_for_server(experiment, real, device, progress, prior)
     if guide is not None:
         guide.describe(assemble.gathered(experiment, federation), progress)
-    engine, cohort = assemble.build_engine(experiment, net, federation.to(device), memory, guide)
-    return Prepared(parts, federation, images, synthesis, engine, cohort)
+    plain, cohort = assemble.build_engine(experiment, net, federation.to(device), memory, guide)
+    engine, why = choose(experiment, plain, cohort)
+    progress.say(why)
+    return Prepared(parts, federation, images, synthesis, engine, cohort, why)
 
 
 def carry_out(ready: Prepared, record: Record, progress: Progress, began: float) -> Outcome:
@@ -162,6 +168,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
         "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
         "synthetic_rows": ready.synthesis.rows if ready.synthesis else 0,
         "weights": digest(engine, server),
+        "engine": ready.why.partition(":")[0],
         "directory": str(folder),
     }
     record.result(result)
@@ -311,7 +318,7 @@ class Judge:
         return self.own[client][1]
 
     def evaluate(self, weights: dict[str, Any]) -> Evaluation:
-        return evaluate(self.engine.worker.net, weights, self.test, self.classes)
+        return self.engine.evaluate(weights)
 
     def summarise(self, seen: list[Evaluation], counts: np.ndarray) -> dict[str, Any]:
         assert self.rates is not None

@@ -6,7 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+
+PADDING = 4  # pixels of black around an image before it is cut
 
 Statistics = tuple[tuple[float, float, float], tuple[float, float, float]]
 
@@ -47,18 +50,24 @@ def normalise(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Ten
     return image.to(torch.float32).mul_(1 / (255 * s)).sub_(m / s)
 
 
-def crop_flip(image: Tensor, rng: np.random.Generator, padding: int = 4, flip: bool = True) -> Tensor:
-    """A random crop of each zero-padded image and, for half of them, its mirror image.
+def draw_crops(rng: np.random.Generator, images: int, flip: bool = True) -> NDArray[np.int64]:
+    """Where images are cut and which of them are mirrored (half of them, with `flip`): top, left, mirrored,
+    int64 [3, images]."""
+    top, left = (rng.integers(0, 2 * PADDING + 1, images) for _ in range(2))
+    return np.stack([top, left, rng.integers(0, 2, images) * flip])
 
-    uint8 [B, C, H, W] -> the same shape and type. A pure function of image and the state of `rng`.
+
+def cropped(image: Tensor, crops: Tensor) -> Tensor:
+    """A crop of each zero-padded image, and of some the mirror image, as `draw_crops` has it.
+
+    uint8 [B, C, H, W] -> the same shape and type.
     """
     b, c, h, w = image.shape
-    top, left = (torch.from_numpy(rng.integers(0, 2 * padding + 1, b)) for _ in range(2))
-    mirrored = torch.from_numpy(rng.integers(0, 2, b)).bool() & flip
-    rows = top[:, None] + torch.arange(h)  # [B, H] in the padded image
-    across = torch.arange(w).expand(b, w)
-    columns = left[:, None] + torch.where(mirrored[:, None], across.flip(1), across)  # [B, W]
-    wide = w + 2 * padding
-    flat = (rows[:, :, None] * wide + columns[:, None, :]).view(b, 1, h * w).to(image.device)
-    padded = F.pad(image, (padding,) * 4).view(b, c, -1)
+    top, left, mirrored = crops
+    rows = top[:, None] + torch.arange(h, device=image.device)  # [B, H] in the padded image
+    across = torch.arange(w, device=image.device).expand(b, w)
+    columns = left[:, None] + torch.where(mirrored[:, None].bool(), across.flip(1), across)  # [B, W]
+    wide = w + 2 * PADDING
+    flat = (rows[:, :, None] * wide + columns[:, None, :]).view(b, 1, h * w)
+    padded = F.pad(image, (PADDING,) * 4).view(b, c, -1)
     return padded.gather(2, flat.expand(b, c, h * w)).view(b, c, h, w)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from ..data.table import Federation
+from ..evaluate import Evaluation, evaluate
 from ..local import Worker
 from ..memory import ClientMemory
 from ..tree import Tree
@@ -25,9 +26,13 @@ class Serial:
             except Exception as error:
                 error.add_note(f"in client {client}, round {round + 1}")
                 raise
-            if any(memory.values()):
-                self.memory.stage(round, client, memory)
+            self.remember(round, client, memory)
             yield upload
+
+    def remember(self, round: int, client: int, memory: Tree) -> None:
+        """Until the round's `commit`, which says whether it counts."""
+        if any(memory.values()):
+            self.memory.stage(round, client, memory)
 
     def commit(self, accepted: Sequence[int], round: int) -> None:
         self.memory.commit(round, accepted)
@@ -38,3 +43,10 @@ class Serial:
     def start(self, client: int, weights: Tree) -> Tree:
         """The weights that a client would begin a round with, given the server's."""
         return self.worker.assemble(weights, self.memory.get(client))
+
+    def evaluate(self, weights: Tree) -> Evaluation:
+        """Of a model on the test table."""
+        return evaluate(self.worker.net, weights, self.federation.test, len(self.federation.classes))
+
+    def close(self) -> None:
+        """Ends what the engine has running beside this process: here nothing."""

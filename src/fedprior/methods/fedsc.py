@@ -37,7 +37,8 @@ class FedSC(Method):
         above_zero(temperature=self.temperature)
 
     def init_server(self, net: Net, weights: Tree, seed: int) -> Tree:
-        return collaborate(torch.zeros(0, net.classes, net.width, device=net.device), torch.zeros(0, net.classes))
+        none = torch.zeros(0, net.classes, net.width, device=net.device, dtype=net.dtype)
+        return collaborate(none, torch.zeros(0, net.classes))
 
     def broadcast(self, server: Server) -> Tree:
         return server.state

@@ -17,7 +17,7 @@ def class_means(ctx: Context, weights: Tree, shard: Shard, unit: bool = False) -
     Classes without rows have mean zero. With `unit` each feature is brought to length one first.
     """
     classes, width = ctx.net.classes, ctx.net.width
-    total = torch.zeros(classes, width, device=ctx.net.device)
+    total = torch.zeros(classes, width, device=ctx.net.device, dtype=ctx.net.dtype)
     for which in torch.arange(len(shard), device=shard.rows.device).split(ROWS):
         batch = shard.batch(which)
         z = ctx.net(weights, batch["image"], train=False).features
