@@ -12,10 +12,10 @@ import toy
 from safetensors.torch import load_file
 
 from fedprior import assemble, cli, nets, resume, store
-from fedprior import run as runs
 from fedprior.config import Experiment, override
 from fedprior.data import digits, table
 from fedprior.data.table import Federation
+from fedprior.engines import serial
 from fedprior.engines.serial import Serial
 from fedprior.evaluate import evaluate
 from fedprior.federate import begin, choose, federate
@@ -71,7 +71,7 @@ def calls(monkeypatch):
         seen.append(weights)
         return evaluate(net, weights, table, classes)
 
-    monkeypatch.setattr(runs, "evaluate", counted)
+    monkeypatch.setattr(serial, "evaluate", counted)
     return seen
 
 
