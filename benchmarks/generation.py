@@ -131,9 +131,8 @@ def main() -> None:
     command = f"python benchmarks/generation.py {a.what}" + ("" if whole else f" {a.set}")
     told = page(a.what, a.set, (*words, *extra), a.runs or Path(tempfile.mkdtemp()), a.workers, seeds)
     judged = "Accuracy on held-out rows of the clients" if a.what == "rates" else "Test accuracy"
-    print(
-        f"{about(command + (' --data FOLDER' if a.data else ''))}. `{' '.join(words)}`, {len(seeds)} seed{'s' * (len(seeds) > 1)}."
-    )
+    command += " --data FOLDER" if a.data else ""
+    print(f"{about(command)}. `{' '.join(words)}`, {len(seeds)} seed{'s' * (len(seeds) > 1)}.")
     print(f"{judged}, mean of the last 10 rounds as far as evaluated, mean ± standard deviation over seeds.\n")
     print(told)
 
