@@ -1,6 +1,7 @@
 """What synthetic images are worth: by quality, number, rule and alignment. Prints a Markdown page.
 
     python benchmarks/generation.py cifar10 --data FOLDER     # the recipe cifar10-embedded, plain and balanced
+    python benchmarks/generation.py precision --data FOLDER   # the same in bf16 and fp32
     python benchmarks/generation.py rates --data FOLDER       # the same with several rates, on held-out rows
     python benchmarks/generation.py align digits|cifar10 ...  # real rows aligned with synthetic ones, or not
     python benchmarks/generation.py knee digits|cifar10 ...   # accuracy against the number of images, and rules
@@ -89,6 +90,9 @@ def capped(arms: Arms, kind: str) -> dict[str, Sequence[str]]:
 def page(what: str, kind: str, base: Sequence[str], root: Path, workers: int, seeds: Sequence[int]) -> str:
     splits = SPLITS[kind]
     arms: Arms = {"FedAvg": ("balance=none",), "FedAvg, balanced": ()}
+    if what == "precision":
+        arms = {word: (f"precision={word}",) for word in ("bf16", "fp32")}
+        return table(base, arms, {"Dirichlet(0.1), balanced": ()}, root, workers, "precision", seeds)
     if what == "rates":
         return table((*base, "validation=0.1"), arms, RATES, root, workers, "arm", seeds)
     if what == "cifar10":
@@ -113,7 +117,7 @@ def page(what: str, kind: str, base: Sequence[str], root: Path, workers: int, se
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["cifar10", "rates", "align", "knee"])
+    parser.add_argument("what", choices=["cifar10", "precision", "rates", "align", "knee"])
     parser.add_argument("set", nargs="?", choices=list(SETS), default="cifar10")
     parser.add_argument("--data", type=Path, help="folder with train.parquet and test.parquet of CIFAR-10")
     parser.add_argument("--prior", help="in place of the embedded one")
@@ -122,7 +126,7 @@ def main() -> None:
     a = parser.parse_args()
     if a.set == "cifar10" and a.data is None:
         parser.error("cifar10 needs --data")
-    whole = a.what in ("cifar10", "rates")  # the recipe as it is
+    whole = a.what in ("cifar10", "precision", "rates")  # the recipe as it is
     if whole and a.set != "cifar10":
         parser.error(f"{a.what} is for cifar10 alone")
     words = ("cifar10-embedded",) if whole else SETS[a.set]
