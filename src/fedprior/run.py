@@ -168,7 +168,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
         "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
         "synthetic_rows": ready.synthesis.rows if ready.synthesis else 0,
         "weights": digest(engine, server),
-        "engine": ready.why.partition(":")[0],
+        "engine": ready.why.partition(":")[0].removeprefix("engine="),
         "directory": str(folder),
     }
     record.result(result)
