@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,13 +19,14 @@ from test_methods import VARIANTS, cohort
 from torch import nn
 from toy import gap
 
-from fedprior import nets
-from fedprior.engines import pool, process
+from fedprior import nets, tree
+from fedprior.engines import pool, process, vectorised
 from fedprior.engines.pool import Pool
 from fedprior.engines.process import Desk, transportable
 from fedprior.engines.serial import Serial
 from fedprior.engines.vectorised import Vectorised
 from fedprior.errors import UserError
+from fedprior.federate import begin
 from fedprior.methods import FedAvg, FedBN, Moon, Scaffold
 from fedprior.net import Net
 from fedprior.nets.cct import DropPath
@@ -105,6 +108,28 @@ def test_a_block_that_does_not_fit_into_memory_is_halved_until_it_does(monkeypat
     )
     with pytest.raises(torch.OutOfMemoryError, match="not even one"):
         toy.go(FedAvg(), engine=Vectorised)
+
+
+def test_a_stacked_step_keeps_to_one_device(monkeypatch):
+    """Weights and data on torch's device without memory, where nothing may meet a tensor of the CPU."""
+    monkeypatch.setattr(torch, "autocast", lambda *given, **options: nullcontext())
+    device = torch.device("meta")
+    worker = toy.worker(Scaffold(), optimizer=AdamW(lr=1e-3), steps=2, augment=True)
+    engine = Vectorised(replace(worker, net=worker.net.to(device)), toy.federation().to(device))
+    start = begin(engine.worker.net, engine.worker.method, 0)
+    shared = engine.worker.method.broadcast(start)
+    desks = [engine.desk(k, {"weights": start.weights, "shared": shared}, 0) for k in (0, 1)]
+    carry, mine = vectorised.stack([d.carry for d in desks]), vectorised.stack([d.ctx.mine for d in desks])
+    batch = engine.batch(desks, *vectorised.joined([d.shard for d in desks]), 0)
+    carry, losses = engine.step(carry, batch, desks[0].ctx.start, shared, mine, [1.0, 1.0])
+    assert {x.device for x in [losses, *tree.flatten(carry).values()] if x.numel()} == {device}
+
+
+@pytest.mark.parametrize("method", [Scaffold(), FedBN()], ids=repr)
+def test_a_compiled_step_is_the_same(method, monkeypatch, float64):
+    """As far as torch's tracer goes, without the code that it would generate."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    same(method, partial(Vectorised, compile=True), 1e-9, steps=2, rounds=2, cohort=2)
 
 
 def drops(rate):

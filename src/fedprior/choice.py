@@ -45,7 +45,8 @@ def choose(experiment: Experiment, plain: Serial, cohort: int) -> Choice:
         return Choice(pool, f"engine=pool with {workers} worker{'s' * (workers > 1)}: {why}")
     if kind == "vectorised":
         block = min(cohort, experiment.block or cohort)
-        return Choice(Vectorised(*parts, block=block), f"engine=vectorised with blocks of {block}: {why}")
+        stacked = Vectorised(*parts, block=block, compile=experiment.compile)
+        return Choice(stacked, f"engine=vectorised with blocks of {block}: {why}")
     return Choice(plain, f"engine=serial: {why}")
 
 

@@ -99,6 +99,7 @@ class Experiment:
     engine: Literal["auto", "serial", "pool", "vectorised"] = "auto"  # where clients run: docs/engines.md
     workers: int | None = None  # processes of engine=pool; None: one a core (or `threads` of them) or GPU
     block: int | None = None  # clients that engine=vectorised trains together; None: the cohort
+    compile: bool = False  # the steps of engine=vectorised; a minute at first
     device: Literal["auto", "cpu", "cuda"] = "auto"
     memory_MB: float = 4000.0  # what clients remember beyond this is kept on disk only
     threads: int = 1  # of a CPU; more pay for large nets on idle cores only, and change the last bits

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from . import tree
-from .data.augment import normalise
+from .data.augment import scaled, scaling
 from .nets.heads import shape_of_head
 from .tree import Tree
 
@@ -43,7 +43,9 @@ class Net:
         self.module, self.mean, self.std, self.precision = module, mean, std, precision
         convolves = any(isinstance(layer, nn.Conv2d) for layer in module.modules())
         self.memory_format = memory_format or (torch.channels_last if convolves else torch.contiguous_format)
-        self.device, self.dtype = (first := next(module.parameters())).device, first.dtype
+        first = next(module.parameters())
+        self.device, self.dtype = first.device, first.dtype
+        self.constants = scaling(mean, std, self.device)  # there already, so that a call copies nothing to a device
 
     def to(self, device: torch.device) -> "Net":
         """The same net with weights of its own on a device."""
@@ -97,7 +99,7 @@ class Net:
         if self.module.training != train:
             self.module.train(train)
         buffers = {k: b.clone() for k, b in weights["buffers"].items()}  # batch norm writes in place
-        x = normalise(image, self.mean, self.std).to(self.dtype).contiguous(memory_format=self.memory_format)
+        x = scaled(image, *self.constants).to(self.dtype).contiguous(memory_format=self.memory_format)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             features, logits = functional_call(self.module, (weights["params"], buffers), (x,))
         return Output(features.to(self.dtype), logits.to(self.dtype), buffers)

@@ -96,7 +96,9 @@ class AdamW:
             raise UsageError(f"beta1 and beta2 must be below 1, not {self.beta1} and {self.beta2}")
 
     def init(self, params: Tree) -> Tree:
-        return {"m": tree.zeros_like(params), "v": tree.zeros_like(params), "t": torch.zeros(())}
+        first = next(iter(params.values()), torch.empty(0))
+        t = torch.zeros((), device=first.device)  # where the params are: stacked clients cannot mix devices
+        return {"m": tree.zeros_like(params), "v": tree.zeros_like(params), "t": t}
 
     def update(self, grads: Tree, state: Tree, params: Tree, scale: float = 1.0) -> tuple[Tree, Tree]:
         t, lr = state["t"] + 1, self.lr * scale

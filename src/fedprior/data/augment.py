@@ -44,10 +44,20 @@ def normalise(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Ten
 
     Raises TypeError for anything but uint8: a float image has been scaled already.
     """
+    return scaled(image, *scaling(mean, std, image.device))
+
+
+def scaling(mean: Sequence[float], std: Sequence[float], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What `normalise` multiplies by and then takes away, float32 [1, C, 1, 1] each."""
+    m, s = (torch.tensor(v, device=device).view(1, -1, 1, 1) for v in (mean, std))
+    return 1 / (255 * s), m / s
+
+
+def scaled(image: Tensor, factor: Tensor, shift: Tensor) -> Tensor:
+    """`normalise` with the constants of `scaling`."""
     if image.dtype != torch.uint8:
         raise TypeError(f"images must be uint8 in 0..255, not {image.dtype}")
-    m, s = (torch.tensor(v, device=image.device).view(1, -1, 1, 1) for v in (mean, std))
-    return image.to(torch.float32).mul_(1 / (255 * s)).sub_(m / s)
+    return image.to(torch.float32).mul_(factor).sub_(shift)
 
 
 def draw_crops(rng: np.random.Generator, images: int, flip: bool = True) -> NDArray[np.int64]:

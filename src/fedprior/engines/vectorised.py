@@ -4,6 +4,7 @@ What a GPU needs when clients are small. Results equal those of `Serial` up to t
 random numbers itself (dropout, stochastic depth): these come from one stream a block, not one a client.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -23,6 +24,8 @@ from ..tree import Tree
 from ..uploads import Upload
 from .serial import Serial
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
 class Desk:
@@ -40,14 +43,27 @@ class Desk:
 
 
 class Vectorised(Serial):
-    """At most `block` clients at a time (None: the whole cohort); half as many from when memory runs out."""
+    """At most `block` clients at a time (None: the whole cohort); half as many from when memory runs out.
+
+    With `compile` steps go through `torch.compile`, which takes a minute at first and again for another number of
+    clients. Dropout then draws other numbers.
+    """
 
     def __init__(
-        self, worker: Worker, federation: Federation, memory: ClientMemory | None = None, *, block: int | None = None
+        self,
+        worker: Worker,
+        federation: Federation,
+        memory: ClientMemory | None = None,
+        *,
+        block: int | None = None,
+        compile: bool = False,
     ) -> None:
         super().__init__(worker, federation, memory)
         self.block = block
         self.stacked = replace(worker, net=worker.net.stacked())
+        self.own = 0 if worker.kept else None  # where clients lie in `starts`
+        if compile:
+            self.losses, self.advance = torch.compile(self.losses), torch.compile(self.advance)  # type: ignore[method-assign]
 
     def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload]:
         waiting = sorted(cohort)
@@ -59,6 +75,7 @@ class Vectorised(Serial):
                 if len(now) == 1:
                     raise
                 self.block = -(-len(now) // 2)
+                log.warning("%d clients together are more than memory holds; going on with %d", len(now), self.block)
                 torch.cuda.empty_cache()
                 continue
             for upload, memory in done:
@@ -133,24 +150,14 @@ class Vectorised(Serial):
         self, carry: Tree, batch: Table, starts: Tree, shared: Tree, mine: Tree, scales: Sequence[float]
     ) -> tuple[Tree, Tensor]:
         """`Worker.step` for all -> (carries, losses [clients])."""
-        worker, own = self.stacked, 0 if self.worker.kept else None
-
-        def objective(params: Tree, buffers: Tree, batch: Table, start: Tree, mine: Tree) -> tuple[Tensor, Tree]:
-            return worker.objective(params, buffers, batch, Context(worker.net, start, shared, mine))
-
         params = {k: p.detach().requires_grad_() for k, p in carry["weights"]["params"].items()}
-        stacked = vmap(objective, in_dims=(0, 0, 0, own, 0), randomness="different")
-        losses, buffers = stacked(params, carry["weights"]["buffers"], batch, starts, mine)
-        grads = worker.slopes(losses.sum(), params)  # no client's loss depends on another's weights
+        losses, buffers = self.losses(params, carry["weights"]["buffers"], batch, starts, shared, mine)
+        grads = self.stacked.slopes(losses.sum(), params)  # no client's loss depends on another's weights
 
         def advance(scale: float, first: int, last: int) -> Tree:
-            def one(carry: Tree, grads: Tree, buffers: Tree, start: Tree, mine: Tree) -> Tree:
-                return worker.advance(carry, grads, buffers, Context(worker.net, start, shared, mine), scale)
-
             c, g, b, m = (part_of(x, first, last) for x in (carry, grads, buffers, mine))
             s = part_of(starts, first, last) if self.worker.kept else starts
-            moved: Tree = vmap(one, in_dims=(0, 0, 0, own, 0))(c, g, b, s, m)
-            return moved
+            return self.advance(c, g, b, s, shared, m, scale)
 
         parts, first = [], 0
         for scale, run in groupby(scales):  # one run where all take the same steps at the same rates
@@ -159,6 +166,31 @@ class Vectorised(Serial):
             first = last
         moved = parts[0] if len(parts) == 1 else tree.map(lambda *x: torch.cat(x), *parts)
         return moved, losses.detach()
+
+    def losses(
+        self, params: Tree, buffers: Tree, batch: Table, starts: Tree, shared: Tree, mine: Tree
+    ) -> tuple[Tensor, Tree]:
+        """-> (losses [clients], buffers after the call)"""
+        worker = self.stacked
+
+        def objective(params: Tree, buffers: Tree, batch: Table, start: Tree, mine: Tree) -> Any:
+            return worker.objective(params, buffers, batch, Context(worker.net, start, shared, mine))
+
+        stacked = vmap(objective, in_dims=(0, 0, 0, self.own, 0), randomness="different")
+        losses, after = stacked(params, buffers, batch, starts, mine)
+        return losses, after
+
+    def advance(
+        self, carry: Tree, grads: Tree, buffers: Tree, starts: Tree, shared: Tree, mine: Tree, scale: float
+    ) -> Tree:
+        """The carries after one step along `grads`."""
+        worker = self.stacked
+
+        def one(carry: Tree, grads: Tree, buffers: Tree, start: Tree, mine: Tree) -> Tree:
+            return worker.advance(carry, grads, buffers, Context(worker.net, start, shared, mine), scale)
+
+        moved: Tree = vmap(one, in_dims=(0, 0, 0, self.own, 0))(carry, grads, buffers, starts, mine)
+        return moved
 
 
 def plain(a: Tree) -> Tree:
