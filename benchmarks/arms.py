@@ -20,7 +20,8 @@ def one(job: tuple[tuple[str, ...], str]) -> float:
     torch.set_num_threads(1)
     words, root = job
     name = store.digest(*words)[:24]
-    return float(headline(run(experiment_of([*words, f"name={name}", "engine=serial"]), Path(root)).curve)["mean_last10"])
+    experiment = experiment_of([*words, f"name={name}", "engine=serial"])
+    return float(headline(run(experiment, Path(root)).curve)["mean_last10"])
 
 
 def accuracies(jobs: list[tuple[str, ...]], root: Path, workers: int) -> list[float]:
