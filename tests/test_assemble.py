@@ -544,6 +544,15 @@ def test_a_plan_counts_the_servers_images_once(words, images):
     assert result["server_images"] == (10 * override(Experiment(), words).method.images)
 
 
+def test_prompts_that_name_domains_are_refused_where_the_server_wants_images():
+    data = replace(toy.federation(), domains=("sketch", "photo"))
+    words = ["balance=max", "balance.templates=domain"]
+    assert assemble.wording(experiment(*words), data).domains
+    with pytest.raises(UsageError, match=r"balance.templates=domain names domains, .* use templates without {domain}"):
+        assemble.wording(experiment(*words, "method=gptfl"), data)
+    assert not assemble.wording(experiment("balance=max", "method=gptfl"), data).domains
+
+
 def test_a_plan_times_centralised_training():
     assert plan(override(Experiment(), ["method=centralised", "rounds=2"]))["training_seconds"] >= 0
 

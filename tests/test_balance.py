@@ -301,7 +301,18 @@ def test_a_pool_size_without_a_shared_pool_is_refused():
             "balance.target=unifrom is neither uniform nor global",
         ),
         (lambda: MissingOnly(names=""), "balance.names must be plain, repaired or a text file, not empty"),
-        (lambda: Ratio(ratio=-0.5), "balance.ratio must be a number of at least 0, not -0.5"),
+        (lambda: Ratio(ratio=-0.5), "balance.ratio must be a number from 0 to 1000000000, not -0.5"),
+        (lambda: Ratio(ratio=1e30), "balance.ratio must be a number from 0 to 1000000000, not 1e+30"),
+        (lambda: Ratio(ratio=1e8).allocate(WORKED), "balance.ratio=1e+08 asks for 3.5e+10 rows of one client"),
+        (lambda: BalanceToMax(cap=10**20), "balance.cap must be at most 1000000000, not 100000000000000000000"),
+        (lambda: BalanceToMax(pool_size=10**20), "balance.pool_size must be at most 1000000000"),
+        (lambda: FixedBudget(budget=10**20), "balance.budget must be at most 1000000000"),
+        (lambda: Discrepancy(budget=10**20), "balance.budget must be at most 1000000000"),
+        (
+            lambda: GlobalTarget(target="1e-300,1,1").allocate(WORKED),
+            "balance.target=1e-300,1,1 asks for 5e+302 rows of one client, and 1000000000 are the most; lower it",
+        ),
+        (lambda: GlobalTarget(target="1e-320,0,1").allocate(WORKED), "asks for inf rows of one client"),
         (lambda: Ratio(ratio=float("nan")), "balance.ratio"),
         (lambda: Ratio(ratio=float("inf")), "balance.ratio"),
         (lambda: Ratio(attempts=0), "balance.attempts must be at least 1, not 0"),
@@ -313,6 +324,10 @@ def test_a_bad_value_is_named_by_its_key(make, says):
     with pytest.raises(UsageError) as error:
         make()
     assert says in str(error.value)
+
+
+def test_a_cap_tames_a_target_that_asks_for_too_much():
+    assert GlobalTarget(target="1e-320,1,1", cap=300).allocate(WORKED).tolist() == [[0, 50, 150]]
 
 
 def test_the_short_name_of_gen_fedsd_is_the_one_written_down():

@@ -404,6 +404,30 @@ def test_cifars_real_rows_are_private_and_its_public_ones_the_others(monkeypatch
     assert found.test is test
 
 
+def test_test_rows_that_were_made_of_cifars_training_rows_are_private_too(monkeypatch):
+    image = torch.arange(200, dtype=torch.uint8)[:, None, None, None].expand(200, 3, 8, 8).contiguous()
+    whole = table.make(image, torch.arange(200) % 2)
+    made = Source("cifar10", whole, whole, CLASSES, divided=True)
+    monkeypatch.setattr(sources, "load", lambda name, path: made)
+    test = check.cifar10_real("somewhere", count=20).test
+    assert torch.equal(test["image"], image[halves.mask(image, "private")])
+    assert 0 < len(test["label"]) < 100
+
+
+def test_columns_and_size_reach_the_images_of_a_set_of_ones_own(monkeypatch):
+    asked = {}
+    rows = table.make(torch.zeros((40, 3, 8, 8), dtype=torch.uint8), torch.arange(40) % 2)
+
+    def load(name, **given):
+        asked.update(given, name=name)
+        return Source(name, rows, rows, CLASSES)
+
+    monkeypatch.setattr(sources, "load", load)
+    held = check.real_of("own", "there", images=20, image="scan", label="kind", size=8)
+    assert asked == {"name": "own", "path": "there", "image": "scan", "label": "kind", "size": 8}
+    assert held.public is None
+
+
 def test_a_check_of_the_shipped_digits_reports_its_size(monkeypatch):
     monkeypatch.setattr(check, "DIGITS", Judge(steps=5))
     prior = DiffusionPrior.from_pretrained(embedded.folder("digits"), steps=1, guidance=0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from fedprior import cli
+from fedprior.commands import common
 
 QUICK = ["rounds=2", "steps=2", "clients=6", "cohort=3"]
 
@@ -83,6 +84,21 @@ def test_plan_estimates_time_by_trying(capsys):
     assert plan["seconds"] == pytest.approx(plan["generation_seconds"] + plan["training_seconds"])
 
 
+def test_a_plan_counts_images_that_are_there_out(capsys):
+    words = [*QUICK, "balance=max", "balance.pool_size=2", "prior.steps=2"]
+    _, out, _ = call(capsys, "plan", *words, "--json")
+    assert last_json(out)["stored"] == 0
+    assert "20 distinct images, about 0.0 MB on disk. 0 are there." in out
+    call(capsys, "generate", *words)
+    _, out, _ = call(capsys, "plan", *words, "--json")
+    plan = last_json(out)
+    assert (plan["images"], plan["stored"], plan["generation_seconds"]) == (20, 20, 0.0)
+    assert plan["seconds"] == plan["training_seconds"]
+    assert "20 are there" in out
+    _, out, _ = call(capsys, "plan", *words, "--json", "--no-calibrate")
+    assert last_json(out)["stored"] is None
+
+
 def test_generated_images_are_there_when_the_run_starts(capsys, tmp_path):
     words = [*QUICK, "balance=max", "balance.pool_size=2"]
     code, out, _ = call(capsys, "generate", *words, "--json")
@@ -138,6 +154,26 @@ def test_report_of_two_runs_and_doctor(capsys, tmp_path):
         (["prior", "check", "absent/folder"], 1, "absent/folder"),
         (["prior", "show", "digit"], 2, "did you mean digits"),
         (["prior", "train", "digit"], 2, "did you mean digits"),
+        (["prior", "train", "digits", "--data", "."], 2, "leave out --data"),
+        (["prior", "check", "none"], 2, "name a prior"),
+        (["prior", "check", "digits", "prior.name=none"], 2, "name a prior"),
+        (["prior", "check", "digits", "data.half=private"], 2, "data.half= plays no part in a check on digits"),
+        (["prior", "check", "digits", "data.size=32"], 2, "data.size= plays no part"),
+        (["prior", "check", "digits", "data.path=x"], 2, "data.path= plays no part"),
+        (
+            ["prior", "check", "cifar10", "data.path=x", "data.size=8"],
+            2,
+            "data.size= plays no part in a check on cifar10",
+        ),
+        (["prior", "check", "cifar10", "data.label=fine"], 2, "data.label= plays no part"),
+        (["prior", "check", "digits", "data=own", "data.path=absent"], 1, "data.path=absent"),
+        (["prior", "check", "digits", "data.name=own", "data.path=absent"], 1, "data.path=absent"),
+        (["prior", "check", "cifar10", "data=digits", "--images", "20"], 2, "prior=cifar10 does not know 'zero'"),
+        (["prior", "check", "--out", "."], 1, "--out . is a folder"),
+        (["prior", "show", "--out", "."], 1, "--out . is a folder"),
+        (["prior", "check", "--out", "/dev/null/x.html"], 1, "cannot write /dev/null/x.html"),
+        (["prior", "show", "--out", "/dev/null/x.png"], 1, "cannot write /dev/null/x.png"),
+        (["generate", "prior.scheduler=lcm", "prior.steps=60", "balance=max"], 2, "prior.steps=60"),
     ],
 )
 def test_a_mistake_gives_one_line_and_the_right_exit_code(capsys, tmp_path, monkeypatch, words, code, message):
@@ -151,12 +187,72 @@ def test_a_mistake_gives_one_line_and_the_right_exit_code(capsys, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("command", "file"), [("show", "x.png"), ("check", "x.html")])
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, command, file):
+    from fedprior.priors import embedded
+
+    monkeypatch.setattr(embedded, "load", lambda *given, **options: pytest.fail("the prior was loaded"))
+    (tmp_path / "file").write_text("")
+    code, _, err = call(capsys, "prior", command, "digits", "--out", tmp_path / "file" / "new" / file)
+    assert code == 1
+    assert "choose another --out" in err
+
+
+@pytest.mark.parametrize("command", ["show", "check"])
+def test_a_disk_that_fills_up_on_the_way_is_one_line(capsys, tmp_path, monkeypatch, command):
+    from fedprior import store
+    from fedprior.priors import check
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "atomic", full)
+    monkeypatch.setattr(check, "DIGITS", check.Judge(steps=1))
+    brief = ["--per-class", 1] if command == "show" else ["--images", 20, "prior.steps=1"]
+    code, _, err = call(capsys, "prior", command, "digits", *brief, "--out", tmp_path / "x")
+    assert code == 1
+    assert "No space left on device" in err.strip().splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("own", "seen"), [({"trained_on": "digits"}, True), ({"trained_on": "other"}, False), ({}, False)]
+)
+def test_copies_are_looked_for_only_where_the_prior_says_what_it_was_trained_on(
+    capsys, tmp_path, monkeypatch, own, seen
+):
+    from fedprior.priors import check, embedded
+
+    known = embedded.load("digits").defaults
+    monkeypatch.setattr(check, "DIGITS", check.Judge(steps=1))
+    load = embedded.load
+
+    def saying(*given, **options):
+        prior = load(*given, **options)
+        prior.defaults = {"classes": known["classes"], **own}
+        return prior
+
+    monkeypatch.setattr(embedded, "load", saying)
+    words = ["data=digits", "prior.steps=1", "--images", 20, "--out", tmp_path / "x.html", "--json"]
+    code, out, _ = call(capsys, "prior", "check", "digits", *words)
+    assert code == 0
+    assert (last_json(out)["memorisation"] is not None) == seen
+    assert ("that it was trained on" in out) == seen
+
+
 def test_help_and_import_load_neither_torch_nor_diffusers():
     heavy = "('torch', 'diffusers', 'transformers')"
     code = f"import sys, fedprior, fedprior.cli; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
     code = "import sys, fedprior; fedprior.METHODS; import fedprior.run; print('diffusers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_table_shows_every_word_as_it_is(capsys):
+    words = ["[/b]", "[bold]", ":cat:", "fedprior[fid]"]
+    common.table("by [class]", ["[name]", "n"], [[word, f"[{word}]"] for word in words])
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("by [class]", "[name]", *words, *(f"[{word}]" for word in words)))
 
 
 def test_public_names_are_there():

@@ -313,12 +313,52 @@ def test_a_folder_that_is_no_pipeline_is_refused(tmp_path, copy):
         DiffusionPrior.from_pretrained(copy)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"steps": 0}', '{"guidance": "x"}', '{"size": 20}', '{"steps": "3"}'])
-def test_a_damaged_sidecar_is_refused(copy, text):
+SPOILT = [
+    ("{", "no JSON object"),
+    ("[]", "no JSON object"),
+    ('{"steps": 0}', "'steps' must be a whole number >= 1, not 0"),
+    ('{"steps": "3"}', "'steps' must be a whole number"),
+    ('{"steps": 2.5}', "'steps' must be a whole number"),
+    ('{"steps": true}', "'steps' must be a whole number"),
+    ('{"guidance": "x"}', "'guidance' must be a number"),
+    ('{"guidance": -1}', "'guidance' must be a number"),
+    ('{"guidance": NaN}', "'guidance' must be a number"),
+    ('{"scheduler": ["ddim"]}', "'scheduler' must be one of auto, own"),
+    ('{"size": 20}', "'size' must be .* 8 divides, not 20"),
+    ('{"size": -8}', "'size' must be"),
+    ('{"size": 0}', "'size' must be"),
+    ('{"size": 16.0}', "'size' must be"),
+    ('{"classes": 5}', "'classes' must be a list of names, not 5"),
+    ('{"classes": []}', "'classes' must be a list of names"),
+    ('{"classes": ["cat", 3]}', "'classes' must be a list of names"),
+    ('{"trained_on": ["x"]}', "'trained_on' must be the name of a data set"),
+    ('{"trained_on": ""}', "'trained_on' must be the name of a data set"),
+    ('{"balance": ["templates"]}', "'balance' must be an object"),
+    ('{"balance": {"templates": 5}}', "'balance.templates' must be text, not 5"),
+    ('{"balance": {"cap": 5}}', "unknown key 'balance.cap'"),
+    ('{"guide": 3}', "'guide' must be an object"),
+    ('{"guide": {"timestep": "50"}}', "'guide.timestep' must be a whole number"),
+    ('{"guide": {"levels": 3}}', "'guide.levels' must be text"),
+    ('{"traind_on": "cifar10"}', "unknown key 'traind_on'; did you mean trained_on"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), SPOILT)
+def test_a_damaged_sidecar_is_refused_by_file_and_key(copy, text, message):
     (copy / "fedprior.json").write_text(text)
-    with pytest.raises(UserError, match=r"fedprior\.json is damaged") as error:
-        DiffusionPrior.from_pretrained(copy)
-    one_line(error)
+    for read in (DiffusionPrior.from_pretrained, embedded.sidecar):
+        with pytest.raises(UserError, match=rf"fedprior\.json is damaged: .*{message}") as error:
+            read(copy)
+        one_line(error)
+
+
+def test_a_sidecar_may_hold_all_that_it_is_read_for(copy):
+    whole = {"steps": 4, "guidance": 0, "scheduler": "ddim", "size": 24, "classes": ["cat"], "trained_on": "pets"}
+    whole |= {"balance": {"templates": "single"}, "guide": {"timestep": 50, "levels": "2,3"}, "training": {"seed": 0}}
+    (copy / "fedprior.json").write_text(json.dumps(whole))
+    assert DiffusionPrior.from_pretrained(copy).defaults == embedded.sidecar(copy) == whole
+    for name in embedded.names():
+        assert embedded.sidecar(name)["trained_on"] == name
 
 
 @pytest.mark.parametrize("source", ["no/such/folder", "./nothing", "/nothing/here"])
@@ -378,6 +418,18 @@ def test_values_out_of_range_are_usage_errors(tiny, options):
     with pytest.raises(UsageError) as error:
         DiffusionPrior.from_pretrained(tiny, **options)
     one_line(error)
+
+
+@pytest.mark.parametrize(("scheduler", "most"), [("lcm", 50), ("ddim", 1000)])
+def test_more_steps_than_a_scheduler_takes_are_a_usage_error(tiny, copy, scheduler, most):
+    """1000 training timesteps, of which consistency models were distilled at 50."""
+    assert DiffusionPrior.from_pretrained(tiny, steps=most, scheduler=scheduler).steps == most
+    (copy / "fedprior.json").write_text(json.dumps({"steps": most + 1, "scheduler": scheduler}))
+    told = rf"prior\.steps={most + 1} and prior\.scheduler={scheduler} "
+    for source, options in ((tiny, {"steps": most + 1, "scheduler": scheduler}), (copy, {})):
+        with pytest.raises(UsageError, match=told) as error:
+            DiffusionPrior.from_pretrained(source, **options)
+        one_line(error)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

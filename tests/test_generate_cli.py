@@ -1,6 +1,7 @@
 """`fedprior generate`, `prompts show` and `prior check` as a person uses them, on the digits."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fedprior import assemble, store
 from fedprior.cli import app
 from fedprior.config import Experiment, override
 from fedprior.errors import UsageError, UserError
+from fedprior.prepare import filters
 from fedprior.priors import adapt
 from fedprior.progress import Silent
 
@@ -49,6 +51,56 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing():
     assert "30 are there" in text
 
 
+def test_a_dry_run_counts_the_servers_images_that_are_there():
+    words = [*WORDS, "method=gptfl", "method.images_per_class=5"]  # three of five in the shared pool too
+    call("generate", *WORDS)
+    assert call("generate", *words, "--dry-run")[0]["stored"] == 30
+    call("generate", *words)
+    again, text = call("generate", *words, "--dry-run")
+    assert (again["images"], again["stored"], again["generation_seconds"]) == (50, 50, 0.0)
+    assert "50 distinct images, 50 of them for the server, about 0.0 MB on disk. 50 are there." in text
+    alone, _ = call("generate", *words[:1], *words[3:], "--dry-run")  # without a balance
+    assert (alone["images"], alone["stored"]) == (50, 50)
+
+
+OWN = ["digits", "clients=4", "cohort=2", "balance=missing_only", "balance.cap=2", "balance.pool=per_client"]
+
+
+def test_only_a_folder_that_holds_all_images_and_nothing_else_is_to_be_opened():
+    judged, text = call("generate", *OWN, "prior.steps=2", "balance.confidence=0.01")
+    assert judged["folders"] == [judged["folder"]]
+    assert f"open them with datasets.load_dataset('{judged['folder']}')" in text.replace("\n", "")
+    assert {row["revision"] for file in Path(judged["folder"]).iterdir() for row in rows_of(file)}
+    adapted = [*OWN, "prior.steps=1", "adapt=lora", "adapt.steps=1", "adapt.rank=2"]
+    made, text = call("generate", *adapted)
+    assert made["folder"] is None
+    assert len(set(made["folders"])) == len(made["folders"]) > 1
+    assert all(Path(folder).is_dir() for folder in made["folders"])
+    assert "load_dataset" not in text
+    part, _ = call("generate", *adapted, "--part", "2/2")
+    assert set(part["folders"]) == set(made["folders"][1::2])
+    nothing, text = call("generate", *WORDS[:1], "balance=ratio", "balance.ratio=0", "clients=5")
+    assert (nothing["folder"], nothing["folders"]) == (None, [])
+    assert "They lie in" not in text
+
+
+def test_a_dry_run_fits_a_clients_classifier_once(monkeypatch):
+    words = ["digits", "clients=2", "cohort=2", "partition.alpha=1", "prior.steps=2"]
+    words += ["balance=max", "balance.cap=25", "balance.pool=per_client"]
+    made, _ = call("generate", *words)  # the same images are there for who judges them
+    asked = []
+
+    class Sure(filters.Confidence):  # each of which would be trained when it is first asked
+        def probability(self, images, labels):
+            asked.append(self)
+            return torch.ones(len(images))
+
+    monkeypatch.setattr(assemble, "Confidence", Sure)
+    again, _ = call("generate", *words, "balance.confidence=0.01", "--dry-run")
+    assert again["images"] == again["stored"] == made["generated"]
+    assert len(asked) > len({id(one) for one in asked}) == 2
+
+
 def test_parts_on_two_machines_merge_into_what_one_makes(monkeypatch, tmp_path):
     for name, options in (("one", []), ("first", ["--part", "1/2"]), ("second", ["--part", "2/2"])):
         monkeypatch.setenv("FEDPRIOR_CACHE", str(tmp_path / name))
@@ -81,6 +133,11 @@ def test_images_are_the_same_for_every_batch_size(batch, monkeypatch, tmp_path):
         (["--public"], "add --push user/name"),
         (["--push", "name"], "--push wants user/name, not 'name'"),
         (["--part", "1/2", "--push", "me/x"], "push once all parts are merged"),
+        (
+            ["--part", "1/2", "--dry-run"],
+            "--dry-run takes over nothing and counts the images of all parts; leave out --p",
+        ),
+        (["--merge", "elsewhere", "--dry-run"], "leave out --merge"),
         (
             ["balance.pool=per_client", "balance.pool_size=0", "adapt=lora", "--push", "me/x"],
             "neither pushed nor merged",
@@ -162,6 +219,20 @@ def test_what_was_pushed_opens_with_datasets(hub, tmp_path):
     assert loaded[0]["image"].size == (16, 16)
 
 
+def test_a_torn_file_that_these_settings_do_not_need_is_left_out_and_named(hub):
+    made, _ = call("generate", *WORDS)
+    torn = Path(made["folder"]) / "class-0003_shared_block-00007.parquet"
+    torn.write_bytes(next(iter(shards(store.cache_folder()).values()))[:200])
+    for options in (["--dry-run"], []):
+        result, text = call("generate", *WORDS, "--push", "me/digits", *options)
+        assert result["damaged"] == [torn.name]
+        assert f"{torn.name} is damaged or cannot be read, and is left out" in text
+    assert f"data/{torn.name}" not in hub["files"]
+    assert len(hub["files"]) == 11
+    assert "30 images of 10 classes" in hub["files"]["README.md"].decode()
+    assert torn.exists()
+
+
 def test_a_hub_that_refuses_is_one_line_and_loses_nothing(monkeypatch):
     import huggingface_hub
 
@@ -213,7 +284,7 @@ def test_each_client_adapts_the_prior_to_its_own_real_rows(monkeypatch):
         assert torch.equal(images, shard["image"])
         assert said == [f"a photo of a {federation.classes[y]}." for y in shard["label"].tolist()]
         assert (rank, seed) == (2, 3)
-    folders = [p for p in report.folder.iterdir() if p.is_dir()]
+    folders = report.folders
     assert len(folders) == len(clients)
     revisions = {row["revision"] for folder in folders for path in folder.iterdir() for row in rows_of(path)}
     assert len(revisions) == len(clients)

@@ -10,7 +10,7 @@ from PIL import Image
 from fedprior import assemble
 from fedprior.config import Experiment, override
 from fedprior.data import halves, sources
-from fedprior.errors import UsageError
+from fedprior.errors import UsageError, UserError
 
 
 def of_level(level, height=8, width=8):
@@ -79,6 +79,108 @@ def test_each_half_of_cifar10_has_its_share_of_every_class(shared_data, decoded,
 def test_the_digits_are_a_private_half_already():
     with pytest.raises(UsageError, match=r"data=digits holds a private half only; leave out data.half="):
         assemble.split(override(Experiment(), ["data.half=private"]))
+
+
+LEVELS = (4, 12, 20, 28)  # public, private, public, private
+
+
+def photos(folder, split, classes=("cat", "dog"), each=20, side=16):
+    """Class folders of one-coloured images, public and private ones in turn; -> the folder."""
+    for c, name in enumerate(classes):
+        (folder / split / name).mkdir(parents=True)
+        for i in range(each):
+            image = np.full((side, side, 3), LEVELS[(i + c) % 4], np.uint8)
+            image[0, 0] += i % 3  # no two alike, and the mean moves by far less than the margin
+            image[1, 1] += c
+            image[2, 2, 0] += i
+            Image.fromarray(image).save(folder / split / name / f"{i:03}.png")
+    return folder
+
+
+def is_public(table):
+    """By the level that `photos` gave an image."""
+    return (table["image"].flatten(1).float().mean(1).round() // 8) % 2 == 0
+
+
+def test_a_test_split_that_was_made_is_halved_like_the_rows_it_came_from(tmp_path):
+    whole = sources.load("x", path=photos(tmp_path, "train"))
+    assert is_public(whole.test).any()
+    private = sources.load("x", path=tmp_path, half="private")
+    assert not is_public(private.train).any()
+    assert not is_public(private.test).any()
+    assert set(private.test["id"].tolist()) == set(whole.test["id"][~is_public(whole.test)].tolist())
+    photos(tmp_path, "test")
+    assert is_public(sources.load("x", path=tmp_path, half="private").test).sum() == 20
+
+
+def test_a_half_without_a_test_image_is_one_line(tmp_path):
+    for c in ("a", "b"):
+        (tmp_path / c).mkdir()
+        for i in range(5):
+            Image.fromarray(np.full((8, 8, 3), LEVELS[i == 0], np.uint8) + np.uint8(i % 4)).save(
+                tmp_path / c / f"{i}.png"
+            )
+    with pytest.raises(UserError, match="no test image of x is in its private half; add a file or folder named test"):
+        sources.load("x", path=tmp_path, half="private")
+
+
+def test_resizing_moves_no_image_into_the_other_half(tmp_path):
+    """A bright pixel in the corner counts less or more when an image is shrunk; the half is of the image as it is."""
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for i in range(100):
+            image = np.clip(rng.normal(rng.uniform(0, 80), 60, (9, 9, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(image).save(tmp_path / "train" / name / f"{i:03}.png")
+    native = sources.load("x", path=tmp_path)
+    shrunk = sources.load("x", path=tmp_path, size=3)
+    assert not torch.equal(halves.mask(native.train["image"], "private"), halves.mask(shrunk.train["image"], "private"))
+    for half in ("private", "public"):
+        got = sources.load("x", path=tmp_path, size=3, half=half)
+        level = native.train["image"].flatten(1).double().mean(1)
+        inside = (level // 8) % 2 == (half == "private")
+        if half == "private":
+            inside &= (level % 8 >= 1) & (level % 8 <= 7)
+        assert got.train["id"].tolist() == native.train["id"][inside].tolist()
+        assert torch.equal(got.train["image"], shrunk.train["image"][inside])
+        assert got.test["image"].shape[-1] == 3
+
+
+def knowing(monkeypatch, **defaults):
+    """A prior that says this of itself, in place of every other."""
+    prior = type("Prior", (), {"name": "p", "defaults": defaults})()
+    monkeypatch.setattr(assemble, "load_prior", lambda choice, device: prior)
+    return prior
+
+
+def prior_of(*words):
+    experiment = override(Experiment(), [*words, "clients=2", "cohort=2", "partition=iid"])
+    return assemble.prior_for(experiment, assemble.split(experiment).federation, torch.device("cpu"))
+
+
+def test_a_copy_by_any_other_name_is_told_by_classes_and_content(tmp_path, monkeypatch):
+    prior = knowing(monkeypatch, trained_on="cifar10", classes=["bird", "cat", "dog"])
+    copy = f"data.path={photos(tmp_path / 'all', 'train')}"
+    for name in ("mine", "cifar-10", "cifar10", "someone/cifar10"):
+        for half in ("all", "public"):
+            with pytest.raises(UsageError, match=r"trained on the public half of cifar10; add data.half=private"):
+                prior_of(f"data={name}", copy, f"data.half={half}")
+        assert prior_of(f"data={name}", copy, "data.half=private") is prior
+    private = photos(tmp_path / "none", "train")
+    for file in sorted(private.rglob("*.png")):
+        if np.asarray(Image.open(file)).mean() // 8 % 2 == 0:
+            file.unlink()
+    assert prior_of("data=mine", f"data.path={private}") is prior  # nothing of it was trained on
+
+
+def test_a_prior_that_names_no_classes_or_no_images_is_told_by_name_alone(tmp_path, monkeypatch):
+    copy = f"data.path={photos(tmp_path, 'train')}"
+    prior = knowing(monkeypatch, trained_on="laion")
+    assert prior_of("data=mine", copy) is prior
+    with pytest.raises(UsageError, match="public half of laion"):
+        prior_of("data=laion", copy)
+    prior = knowing(monkeypatch, classes=["cat", "dog"])
+    assert prior_of("data=mine", copy) is prior
 
 
 @pytest.mark.data

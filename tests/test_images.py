@@ -122,6 +122,30 @@ def test_merging_other_settings_or_nothing_is_one_clear_line(cache, tmp_path):
             folder.merge(other)
 
 
+def test_a_cache_that_cannot_be_written_is_one_clear_line(cache):
+    there = cache("there")
+    synthesise(FED, Noise(), BalanceToMax(), seed=3)
+    cache("file").write_text("no folder")
+    with pytest.raises(UserError, match=r"cannot write images \(.*set FEDPRIOR_CACHE to a folder with more"):
+        folder_of(FED, Noise(), BalanceToMax(), 3).merge(there)
+    with pytest.raises(UserError, match=r"cannot write what filters keep \(.*set FEDPRIOR_CACHE to a folder"):
+        filtered(Noise(), BalanceToMax(), filters=(Dark(),))
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_stays_as_it_is(monkeypatch):
+    synthesise(FED, Noise(), BalanceToMax(), seed=3)
+    folder = folder_of(FED, Noise(), BalanceToMax(), 3)
+    before = blocks(folder.path)
+
+    def exhausted(path):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "read", exhausted)
+        assert sum(piece.size for piece in folder.missing(streams(), None)) == IMAGES
+    assert blocks(folder.path) == before
+
+
 # Sudden ends ---------------------------------------------------------------------------------------------
 
 
@@ -278,7 +302,7 @@ def test_repaired_names_are_asked_for_and_make_a_folder_of_their_own():
     plain, repaired = Noise(), Noise()
     a = synthesise(FED, plain, BalanceToMax(templates="single"), seed=3)[1]
     b = synthesise(FED, repaired, BalanceToMax(templates="single", names="repaired"), seed=3)[1]
-    assert a.folder != b.folder
+    assert a.folders != b.folders
     assert {p for p, _ in plain.asked} == {p for p, _ in repaired.asked}  # nothing here needs repair
     fed = Federation(**{**vars(FED), "classes": ("airplane", "scissors", "frog")})
     prior = Noise()
@@ -336,7 +360,7 @@ def test_what_a_filter_removes_stays_in_the_folder_and_others_take_its_place(sma
     assert (out.counts(synthetic=True) == NEED).all()
     mine = out.table["image"][out.table["synthetic"]]
     assert (mine.float().mean((1, 2, 3)) < 127).all()
-    held = [row for path in report.folder.iterdir() for row in rows_of(path)]
+    held = [row for path in report.folders[0].iterdir() for row in rows_of(path)]
     assert len(held) == len(prior.asked) == report.generated + report.removed
     assert all(row["ok"] for row in held)
     assert dark.asked == len(held)

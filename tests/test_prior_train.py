@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from fedprior.data import digits
-from fedprior.errors import UserError
+from fedprior.errors import UsageError, UserError
 from fedprior.priors import architecture, check, embedded, prompts, stages, train
 
 # The embedded digits --------------------------------------------------------------------------------------
@@ -144,6 +145,22 @@ def test_a_folder_in_use_is_refused_before_training(tmp_path):
         with pytest.raises(UserError, match="not empty; remove it or choose another folder"):
             train.train_embedded("digits", out, autoencoder_steps=1, steps=1, log=pytest.fail)
     assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_copy_is_of_the_set_that_the_prior_is_trained_on(tmp_path):
+    with pytest.raises(UsageError, match="the digits ship with fedprior; leave out --data"):
+        train.train_embedded("digits", tmp_path / "out", data=tmp_path, log=pytest.fail)
+    for name in train.CIFAR10:
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for i in range(5):
+            Image.fromarray(np.full((32, 32, 3), 16 + i, np.uint8)).save(tmp_path / "set" / name / f"{i}.png")
+    images, _ = train.public("cifar10", tmp_path / "set")
+    assert images["label"].bincount().tolist() == [4] * 10
+    (tmp_path / "set" / "truck").rename(tmp_path / "set" / "tram")
+    with pytest.raises(UserError, match=r"the classes of .*set are airplane, .* tram, not CIFAR-10's") as raised:
+        train.train_embedded("cifar10", tmp_path / "out", data=tmp_path / "set", log=pytest.fail)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists()
 
 
 class Stop(Exception):

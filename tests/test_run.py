@@ -227,7 +227,7 @@ def test_a_prior_that_knows_other_classes_is_refused_before_anything_is_made(tmp
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((16, 16, 3), 20 * i, np.uint8)).save(folder / f"{i}.png")
     with pytest.raises(UserError, match="does not know 'coat'"):
-        quick(tmp_path / "runs", f"data.path={tmp_path / 'data'}", "balance=max")
+        quick(tmp_path / "runs", "data=own", f"data.path={tmp_path / 'data'}", "balance=max")
 
 
 def test_the_same_seed_twice_is_no_second_seed(tmp_path):

@@ -135,7 +135,7 @@ def test_grey_images_have_three_equal_channels_and_colour_ones_do_not(shared_dat
 @pytest.mark.data
 def test_mixed_digits_keep_their_own_test_split_and_share_the_largest_of_equally_common_sizes(shared_data):
     folder = shared_data / "digits"
-    got = sources.load("digits", path=folder)
+    got = sources.load("digits_domains", path=folder)
     assert got.train["image"].shape == (9_000, 3, 32, 32)  # 3,000 each of 28, 32 and 16 pixels
     assert got.test["image"].shape == (3_000, 3, 32, 32)
     assert got.train["label"].bincount().tolist() == [900] * 10
@@ -489,6 +489,15 @@ def test_an_empty_split_is_refused(tmp_path):
         sources.load("x", path=tmp_path)
     with pytest.raises(UserError, match=r"test\.parquet has no rows"):
         sources.load("x", path=tmp_path / "test.parquet")
+
+
+def test_a_path_under_the_name_of_the_embedded_digits_is_refused(tmp_path):
+    class_folders(tmp_path / "cats", {"a": 5, "b": 5})
+    with pytest.raises(UsageError, match=r"data.path=.*cats is another set; name it with data=") as raised:
+        sources.load("digits", path=tmp_path / "cats")
+    one_line(raised)
+    with pytest.raises(UserError, match="there is no such file"):
+        sources.load("digits", path=tmp_path / "dogs")
 
 
 def test_a_size_below_one_is_refused():

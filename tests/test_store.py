@@ -58,6 +58,17 @@ def test_a_missing_or_damaged_entry_is_built_and_a_good_one_is_read(tmp_path):
     assert path.read_text() == "7"
 
 
+def test_an_entry_that_could_not_be_read_is_built_and_stays(tmp_path):
+    path = tmp_path / "entry"
+    path.write_text("whole")
+
+    def read(p: Path) -> str:
+        raise OSError(24, "Too many open files")
+
+    assert store.read_or_rebuild(path, read, lambda: "built") == ("built", True)
+    assert path.read_text() == "whole"
+
+
 def test_the_cache_lies_where_the_variable_says(monkeypatch, tmp_path):
     monkeypatch.setenv("FEDPRIOR_CACHE", str(tmp_path / "c"))
     assert store.cache_folder() == tmp_path / "c"

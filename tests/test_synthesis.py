@@ -1,7 +1,8 @@
 import hashlib
 import io
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,7 @@ def test_an_image_follows_from_seed_class_client_and_index_alone():
     prior = Noise()
     for policy in (BalanceToMax(), BalanceToMax(pool="per_client")):
         _, report = synthesise(FED, prior, policy, seed=3)
-        for path in report.folder.glob("*.parquet"):
+        for path in report.folders[0].glob("*.parquet"):
             for row in rows_of(path):
                 key = (row["label"], row["client"] + 1, row["index"])
                 assert row["template"] == prompts.CLIP[seeds.stream(3, "template", *key).integers(18)]
@@ -230,7 +231,7 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(stop, monkeypatch):
     assert cut.calls + rest.calls == whole_prior.calls
     assert report.reused == 11 * stop
     assert same(out, whole)
-    assert blocks(report.folder) == blocks(whole_report.folder)
+    assert blocks(report.folders[0]) == blocks(whole_report.folders[0])
 
 
 def finish():
@@ -282,7 +283,7 @@ def test_a_folder_that_changes_under_a_run_keeps_every_image_at_its_place(meanwh
     later, report = synthesise(FED, Noise(), BalanceToMax(), seed=3)
     assert same(later, alone)
     assert report.generated == 0 or meanwhile in (delete, damage)
-    for path in report.folder.glob("*.parquet"):
+    for path in report.folders[0].glob("*.parquet"):
         first = int(path.stem[-5:]) * 16
         indices = [row["index"] for row in rows_of(path)]
         assert indices == list(range(first, first + len(indices))), path.name
@@ -320,8 +321,8 @@ def test_a_damaged_file_is_made_again_and_no_other(damage, monkeypatch):
 
     monkeypatch.setattr(images, "BLOCK", 10)
     first, report = synthesise(FED, Noise(), BalanceToMax(), seed=3)
-    before = blocks(report.folder)
-    victim = report.folder / "class-0001_shared_block-00001.parquet"
+    before = blocks(report.folders[0])
+    victim = report.folders[0] / "class-0001_shared_block-00001.parquet"
     data = victim.read_bytes()
     if damage == "cut":
         victim.write_bytes(data[: len(data) // 2])
@@ -341,7 +342,7 @@ def test_a_damaged_file_is_made_again_and_no_other(damage, monkeypatch):
     assert len(prior.asked) == report.generated == 10
     assert report.reused == 72
     assert same(first, again)
-    assert blocks(report.folder) == before
+    assert blocks(report.folders[0]) == before
 
 
 def test_a_sealed_file_that_arrow_cannot_read_is_made_again(monkeypatch):
@@ -363,11 +364,11 @@ def test_a_sealed_file_that_arrow_cannot_read_is_made_again(monkeypatch):
 def test_a_pool_that_grows_keeps_its_images(monkeypatch):
     monkeypatch.setattr(images, "BLOCK", 8)
     _, small = synthesise(FED, Noise(), BalanceToMax(pool_size=5), seed=3)
-    old = {(r["label"], r["index"]): r for p in small.folder.iterdir() for r in rows_of(p)}
+    old = {(r["label"], r["index"]): r for p in small.folders[0].iterdir() for r in rows_of(p)}
     prior = Noise()
     _, large = synthesise(FED, prior, BalanceToMax(pool_size=12), seed=3)
-    new = {(r["label"], r["index"]): r for p in large.folder.iterdir() for r in rows_of(p)}
-    assert large.folder == small.folder
+    new = {(r["label"], r["index"]): r for p in large.folders[0].iterdir() for r in rows_of(p)}
+    assert large.folders[0] == small.folders[0]
     assert (large.generated, large.reused, len(prior.asked)) == (21, 15, 21)
     assert len(new) == 36
     assert all(new[place] == row for place, row in old.items())
@@ -388,7 +389,7 @@ def test_faulty_images_are_kept_apart_and_replaced():
     out, report = synthesise(FED, prior, BalanceToMax(attempts=2), seed=3)
     assert (out.counts(synthetic=True) == NEED).all()
     assert (out.table["image"].flatten(1).amax(1) > 0).all()
-    stored = [r for p in report.folder.iterdir() for r in rows_of(p)]
+    stored = [r for p in report.folders[0].iterdir() for r in rows_of(p)]
     bad = [r for r in stored if not r["ok"]]
     assert report.generated == len(stored) - len(bad) == 82
     assert report.faulty == len(bad) > 0
@@ -425,14 +426,14 @@ def test_a_prior_that_only_makes_black_images_is_given_up_soon():
 def test_another_prior_template_list_or_seed_has_another_folder(prior, policy, seed):
     _, base = synthesise(FED, Noise(), BalanceToMax(), seed=3)
     _, report = synthesise(FED, prior, policy, seed=seed)
-    assert report.folder != base.folder
+    assert report.folders[0] != base.folders[0]
     assert report.reused == 0
 
 
 def test_rules_share_a_folder():
     _, base = synthesise(FED, Noise(), BalanceToMax(), seed=3)
     _, report = synthesise(FED, Noise(), FixedBudget(budget=9), seed=3)
-    assert report.folder == base.folder
+    assert report.folders[0] == base.folders[0]
     assert report.generated == 0
 
 
@@ -445,7 +446,37 @@ def test_progress_counts_up_to_the_images_needed():
 def test_nothing_to_make_leaves_everything_alone():
     out, report = synthesise(FED, Noise(), Ratio(ratio=0), seed=3)
     assert same(out, FED)
-    assert (report.generated, report.rows) == (0, 0)
+    assert (report.generated, report.rows, report.folders) == (0, 0, ())
+
+
+def test_the_folders_are_those_of_the_priors_that_made_the_images():
+    policy = BalanceToMax(pool="per_client")
+
+    @contextmanager
+    def own(client):
+        yield replace(folder_of(FED, Noise(), policy, 3), prior=Noise(revision=f"of {client}"))
+
+    @contextmanager
+    def alike(client):
+        yield folder_of(FED, Noise(), policy, 3)
+
+    folder = folder_of(FED, Noise(), policy, 3)
+    _, report = synthesis.synthesise(FED, folder, policy, own=alike)
+    assert report.folders == (folder.path,)
+    _, report = synthesis.synthesise(FED, folder, policy, own=own)
+    assert len(set(report.folders)) == len(report.folders) == 3  # client 1 has no rows
+    for client, path in zip((0, 2, 3), report.folders, strict=True):
+        assert {row["revision"] for file in path.iterdir() for row in rows_of(file)} == {f"of {client}"}
+
+
+def test_images_for_the_server_come_from_no_clients_own_folder():
+    folder = folder_of(FED, Noise(), BalanceToMax(), 3)
+
+    def own(client):
+        raise AssertionError(f"asked for the folder of {client}")
+
+    made = synthesis.fill(folder, synthesis.with_server([], 3, 2), lambda done, total: None, own)
+    assert made == (6, (folder.path,))
 
 
 def test_the_prior_is_asked_for_full_calls():
@@ -460,7 +491,7 @@ def test_the_folder_opens_as_a_hugging_face_data_set(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDPRIOR_CACHE", str(tmp_path / ".hidden" / "a=b"))
     prior = Noise()
     _, report = synthesise(federation([(300, 10, 0)]), prior, BalanceToMax(), seed=3)
-    loaded = datasets.load_dataset(str(report.folder), cache_dir=str(tmp_path / "hf"))["train"]
+    loaded = datasets.load_dataset(str(report.folders[0]), cache_dir=str(tmp_path / "hf"))["train"]
     assert len(loaded) == 590
     assert loaded.features["label"].names == list(CLASSES)
     row = loaded[589]

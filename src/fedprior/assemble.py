@@ -1,6 +1,6 @@
 """From an experiment to the things it names: data, prior, net, worker. Nothing here trains."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import torch
 
 from . import environment, nets
 from .config import Experiment, PriorChoice
-from .data import augment, origins, partition, sources
+from .data import augment, halves, origins, partition, sources
 from .data.table import Federation, Shard, Table, take
 from .data.validation import hold_out
 from .engines.serial import Serial
@@ -43,9 +43,7 @@ class Split(NamedTuple):
 def split(experiment: Experiment) -> Split:
     """The data, decoded and given to clients."""
     d = experiment.data
-    source = sources.load(d.name, path=d.path, image=d.image, label=d.label, size=d.size)
-    if d.half != "all":
-        source = source.only(d.half)
+    source = sources.load(d.name, path=d.path, image=d.image, label=d.label, size=d.size, half=d.half)
     labels = source.train["label"].numpy()
     if experiment.clients > len(labels):
         raise UserError(
@@ -87,20 +85,29 @@ def prior_options(choice: PriorChoice) -> dict[str, Any]:
 
 
 def prior_for(experiment: Experiment, federation: Federation, device: torch.device) -> DiffusionPrior:
-    """The experiment's prior, which must know the federation's classes."""
+    """The experiment's prior, which must know the federation's classes and must not have seen its rows."""
     assert experiment.prior is not None
     prior = load_prior(experiment.prior, device)
-    strange = [c for c in federation.classes if c not in prior.defaults.get("classes", federation.classes)]
-    if strange:
-        raise UsageError(f"prior={prior.name} does not know '{strange[0]}'; name a prior for these classes with prior=")
+    refuse_strange(prior, federation.classes)
     known = prior.defaults.get("trained_on")
-    shared = known == origins.alias(experiment.data.name) and known != origins.EMBEDDED  # which has no public rows
-    if shared and experiment.data.half != "private":
+    if known in (None, origins.EMBEDDED) or experiment.data.half == "private":  # the digits have no public rows
+        return prior
+    image = federation.table["image"][~federation.table["synthetic"]]
+    alike = "classes" in prior.defaults and (experiment.data.size or tuple(image.shape[2:]) == (prior.size, prior.size))
+    copy = alike and bool(halves.mask(image, "public").any())  # whatever it is called
+    if copy or known == origins.alias(experiment.data.name):
         raise UsageError(
             f"prior={prior.name} was trained on the public half of {known}; add data.half=private, or its images would "
             "come from the clients' own rows"
         )
     return prior
+
+
+def refuse_strange(prior: DiffusionPrior, classes: Sequence[str]) -> None:
+    """Raises UsageError for a class that is none of those that the prior says it knows."""
+    strange = [c for c in classes if c not in prior.defaults.get("classes", classes)]
+    if strange:
+        raise UsageError(f"prior={prior.name} does not know '{strange[0]}'; name a prior for these classes with prior=")
 
 
 def build_guide(
@@ -144,9 +151,16 @@ def images_task(progress: Progress, name: str, total: int) -> Iterator[Callable[
 
 
 def wording(experiment: Experiment, federation: Federation) -> Wording:
-    """How prompts name the federation's classes."""
+    """How prompts name the federation's classes. Raises UsageError for prompts that name a domain where the server
+    wants images too, since these are of none."""
     policy = experiment.balance or BalanceToMax()
-    return synthesis.wording(policy, federation.classes, federation.domains, origins.alias(experiment.data.name))
+    words = synthesis.wording(policy, federation.classes, federation.domains, origins.alias(experiment.data.name))
+    if experiment.method.images and words.domains:
+        raise UsageError(
+            f"balance.templates={policy.templates} names domains, and the images that the method wants on the server "
+            "are of none; use templates without {domain}"
+        )
+    return words
 
 
 def image_folder(experiment: Experiment, federation: Federation, prior: Prior) -> ImageFolder:
@@ -239,15 +253,20 @@ def balance(
     return balanced, report
 
 
-def fill_part(
-    experiment: Experiment, federation: Federation, folder: ImageFolder, part: Part, progress: Progress
-) -> int:
-    """Makes a part's share of the images that clients (and the server) need; -> how many were made."""
+def image_streams(experiment: Experiment, federation: Federation, words: Wording) -> list[Stream]:
+    """The images that clients and the server need, before anything is made."""
     streams: list[Stream] = []
     if experiment.balance is not None:
-        streams = synthesis.needs(federation, folder.wording, experiment.balance, experiment.seed).streams
-    if each := experiment.method.images:
-        streams = synthesis.with_server(streams, len(federation.classes), each)
+        streams = synthesis.needs(federation, words, experiment.balance, experiment.seed).streams
+    each = experiment.method.images
+    return synthesis.with_server(streams, len(federation.classes), each) if each else streams
+
+
+def fill_part(
+    experiment: Experiment, federation: Federation, folder: ImageFolder, part: Part, progress: Progress
+) -> synthesis.Filled:
+    """Makes a part's share of the images that clients (and the server) need."""
+    streams = image_streams(experiment, federation, folder.wording)
     name = f"part {part.number} of {part.of} of the images from {folder.prior.name}"
     own = client_folders(experiment, federation, folder, progress)
     with images_task(progress, name, folder.wanted(streams, part)) as told:

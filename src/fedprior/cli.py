@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import images, priors
+from .commands import bench, images, priors
 from .commands.common import Json, Runs, Words, emit, experiment_of, percent, table
 from .errors import UsageError, UserError
 
@@ -28,7 +28,7 @@ partition_app = typer.Typer(help="How the data are split over clients.", no_args
 app.add_typer(partition_app, name="partition")
 app.add_typer(priors.app, name="prior")
 app.add_typer(images.prompts_app, name="prompts")
-app.add_typer(images.bench_app, name="bench")
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()
@@ -105,8 +105,7 @@ def plan(
         ["client", "real", "synthetic"],
         [[str(c["client"]), str(c["real"]), str(c["synthetic"])] for c in shown],
     )
-    own = f", {result['server_images']} of them for the server" if result["server_images"] else ""
-    print(f"{result['images']} distinct images would be generated{own}, about {result['disk_MB']:.1f} MB on disk.")
+    print(images.asked(result))
     print(f"{result['MB']:.3f} MB would travel, both directions and all rounds together.")
     if result["state_MB"]:
         print(f"Clients would remember {result['state_MB']:.1f} MB between rounds, and the disk hold up to twice that.")

@@ -17,7 +17,7 @@ from .guide import Guide
 from .method import Round
 from .prepare.balance import Counts
 from .prepare.images import megabytes
-from .prepare.synthesis import needs
+from .prepare.synthesis import needs, opened
 from .priors.base import Prior
 from .priors.diffusion import DiffusionPrior
 from .priors.encodings import LOT
@@ -30,8 +30,9 @@ CALIBRATION = 4  # images generated to time the prior
 def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
     """Images by class and client, traffic and disk in MB (1e6 bytes), and about how many seconds.
 
-    With `calibrate` the prior makes four images and one client takes two steps; else seconds are None. Where the
-    prior cannot be had, only its seconds are, and `note` says why.
+    With `calibrate` the prior makes four images, the images that are there are counted, and one client takes two steps;
+    else seconds and what is `stored` are None. Where the prior cannot be had, only its seconds and that are, and `note`
+    says why.
     """
     device = assemble.set_up(experiment)
     federation, _ = assemble.split(experiment)
@@ -53,28 +54,18 @@ def plan(experiment: Experiment, calibrate: bool = True) -> dict[str, Any]:
         "state_MB": state_MB(experiment, engine, guide, int((real + synthetic).sum())),
     }
     described = descriptors(experiment, guide, federation, int(synthetic.sum()), out["images"], cohort)
-    out |= {"descriptors": described._asdict()}
-    seconds: dict[str, float | None] = dict.fromkeys(SECONDS)
+    out |= {"descriptors": described._asdict(), "stored": None} | dict.fromkeys(SECONDS)
     if calibrate:
         sizes = [int(n) for n in (real + synthetic).sum(1) if n]
         sizes = [sum(sizes)] if engine.worker.method.pooled else sizes
-        training = round(choice.training_seconds(experiment, engine, sizes, cohort), 1)
-        seconds["training_seconds"] = training
-        try:
-            assert experiment.prior is not None or not out["images"]
-            each = 0.0
-            if out["images"]:
-                prior = assemble.prior_for(experiment, federation, device)
-                each = seconds_per_image(experiment, federation, prior)
-        except UserError as error:
-            note = str(error)
-        if note:
-            return out | seconds | {"note": note}
-        generation = round(each * out["images"], 1)
-        describing = round(described.passes * seconds_per_pass(guide, federation), 1) if guide else 0.0
-        seconds |= {"generation_seconds": generation, "description_seconds": describing}
-        seconds["seconds"] = round(generation + describing + training, 1)
-    return out | seconds | ({"note": note} if note else {})
+        out["training_seconds"] = round(choice.training_seconds(experiment, engine, sizes, cohort), 1)
+        out |= making(experiment, federation, asked.images, device)
+        note = out.get("note", note)
+        if not note:
+            passes = described.passes
+            out["description_seconds"] = round(passes * seconds_per_pass(guide, federation), 1) if guide else 0.0
+            out["seconds"] = round(sum(out[name] for name in SECONDS[:3]), 1)
+    return out | ({"note": note} if note else {})
 
 
 SECONDS = ("generation_seconds", "description_seconds", "training_seconds", "seconds")
@@ -137,34 +128,39 @@ def allotted(experiment: Experiment, federation: Federation) -> Allotted:
 
 
 def generation(experiment: Experiment, federation: Federation, device: torch.device) -> dict[str, Any]:
-    """`plan` for images alone, with how many of them are there already. Where the prior cannot be had, only its seconds
-    and what is there are unknown, and `note` says why."""
-    out = allotted(experiment, federation).shown()
+    """`plan` for images alone."""
+    asked = allotted(experiment, federation)
+    return asked.shown() | making(experiment, federation, asked.images, device)
+
+
+def making(experiment: Experiment, federation: Federation, images: int, device: torch.device) -> dict[str, Any]:
+    """How many of the `images` are there already, and about how long the others take. Where the prior cannot be had,
+    both are None, and `note` says why."""
+    if not images:
+        return {"stored": 0, "generation_seconds": 0.0}
     try:
         prior = assemble.prior_for(experiment, federation, device)
+        stored = stored_images(experiment, federation, prior)
+        each = seconds_per_image(experiment, federation, prior) if images > stored else 0.0
     except UsageError:
         raise
-    except UserError as error:
-        return out | {"stored": None, "generation_seconds": None, "note": str(error)}
-    stored = stored_images(experiment, federation, prior) if experiment.balance is not None else 0
-    each = seconds_per_image(experiment, federation, prior) if out["images"] > stored else 0.0
-    seconds = round(each * max(0, out["images"] - stored), 1)
-    return out | {"stored": stored, "generation_seconds": seconds}
+    except UserError as error:  # a prior that is not there yet must not hide the rest
+        return {"stored": None, "generation_seconds": None, "note": str(error)}
+    return {"stored": stored, "generation_seconds": round(each * (images - stored), 1)}
 
 
 def stored_images(experiment: Experiment, federation: Federation, prior: Prior) -> int:
-    """Images of the clients' streams that are there."""
-    assert experiment.balance is not None
+    """Images that are there, of those that clients and the server need."""
     folder = assemble.image_folder(experiment, federation, prior)
-    asked = needs(federation, folder.wording, experiment.balance, experiment.seed)
+    streams = assemble.image_streams(experiment, federation, folder.wording)
     own = assemble.client_folders(experiment, federation, folder, Silent())
-    if own is None:
-        return asked.images - sum(piece.size for piece in folder.missing(asked.streams, None))
-    lacking = 0
-    for stream in asked.streams:
-        with own(stream.client) as folder:
-            lacking += sum(piece.size for piece in folder.missing([stream], None))
-    return asked.images - lacking
+    stored = 0
+    for entered, group in opened(folder, streams, own):
+        with entered as one:
+            for stream in group:
+                stored += stream.need - sum(piece.size for piece in one.missing([stream], None))
+                stream.blocks.clear()  # a plan holds no pool in memory
+    return stored
 
 
 class Descriptors(NamedTuple):

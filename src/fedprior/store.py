@@ -97,13 +97,16 @@ def digest(*parts: bytes | str) -> str:
 
 
 def read_or_rebuild(path: Path, read: Callable[[Path], T], build: Callable[[], T]) -> tuple[T, bool]:
-    """-> (value, whether it was built). A missing cache entry is built; so is one that `read` finds damaged
-    (`read` says so by raising ValueError or OSError)."""
+    """-> (value, whether it was built). A missing cache entry is built; so is one that `read` finds damaged, which
+    it says by raising ValueError and which is removed. Where it raises OSError (a bad disk, too many open files), what
+    is there may be whole: it is built too, but stays until something is written in its place."""
     if path.exists():
         try:
             return read(path), False
-        except (ValueError, OSError):
+        except ValueError:
             path.unlink(missing_ok=True)
+        except OSError:
+            pass
     return build(), True
 
 

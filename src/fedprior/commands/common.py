@@ -54,7 +54,7 @@ def emit(value: dict[str, Any], as_json: bool) -> None:
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Prints a table on stdout; the first column is text, the others are numbers."""
+    """Prints a table on stdout, every word as it is; the first column is text, the others are numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -64,7 +64,7 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         out.add_column(column, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
         out.add_row(*row)
-    Console().print(out)
+    Console(markup=False, emoji=False).print(out)  # a class may be called [b] or :cat:
 
 
 def percent(value: float | None, spread: float | None = None) -> str:

@@ -1,4 +1,4 @@
-"""`fedprior generate`, `fedprior prompts ...` and `fedprior bench ...`: synthetic images."""
+"""`fedprior generate` and `fedprior prompts ...`: synthetic images."""
 
 import shlex
 from pathlib import Path
@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from .common import Json, Threads, Words, emit, experiment_of, table, use_threads
+from .common import Json, Words, emit, experiment_of, table
 
 if TYPE_CHECKING:
     from ..prepare.images import Part
 
 prompts_app = typer.Typer(help="What priors are asked for.", no_args_is_help=True)
-bench_app = typer.Typer(help="How fast this machine is.", no_args_is_help=True)
 
 
 def generate(
@@ -49,6 +48,9 @@ def generate(
         raise UsageError(
             "images of priors that clients fine-tuned can show their own; they are neither pushed nor merged"
         )
+    if dry_run and (share or merge):
+        option = "--part" if share else "--merge"
+        raise UsageError(f"--dry-run takes over nothing and counts the images of all parts; leave out {option}")
     progress = for_terminal()
     federation, _ = assemble.split(experiment)
     device = assemble.set_up(experiment)
@@ -56,7 +58,9 @@ def generate(
         plan = generation(experiment, federation, device)
         if push:
             folder = assemble.image_folder(experiment, federation, assemble.prior_for(experiment, federation, device))
-            plan["push"] = {file.name: file.bytes for file in publish.listed(folder, words_of("generate", words))}
+            held = publish.held(folder)
+            plan["push"] = {file.name: file.bytes for file in publish.listed(folder, held, words_of("generate", words))}
+            plan["damaged"] = held.damaged
         show_plan(plan, push)
         emit(plan, as_json)
         return
@@ -68,9 +72,10 @@ def generate(
         print(f"{other}: {merged.taken} files taken over, {merged.passed} held nothing new, {merged.damaged} damaged.")
         result["merged"] = [*result.get("merged", []), merged._asdict()]
     if share is not None:
-        made = assemble.fill_part(experiment, federation, folder, share, progress)
-        print(f"Part {share.number} of {share.of} is there: {made} images made now, in {folder.path}.")
-        emit(result | {"generated": made, "folder": str(folder.path), "part": list(share)}, as_json)
+        made, folders = assemble.fill_part(experiment, federation, folder, share, progress)
+        where = f", in {place(folders)}" if folders else ""
+        print(f"Part {share.number} of {share.of} is there: {made} images made now{where}.")
+        emit(result | {"generated": made, **named(folders), "part": list(share)}, as_json)
         return
     if experiment.balance is not None:
         _, report = assemble.balance(experiment, federation, device, progress, prior)
@@ -79,17 +84,37 @@ def generate(
             print(f"Filters removed {report.removed} images, in whose place others were made.")
         if report.dropped:
             print(f"{report.dropped} real rows would be left out of a run, as the rule says.")
-        print(f"They lie in {report.folder}; open them with datasets.load_dataset('{report.folder}').")
+        if report.folders:
+            once = len(report.folders) == 1  # of several, each is a client's own
+            how = f"; open them with datasets.load_dataset('{report.folders[0]}')" if once else ""
+            print(f"They lie in {place(report.folders)}{how}.")
         result |= {"generated": report.generated, "reused": report.reused, "faulty": report.faulty}
         result |= {"removed": report.removed, "dropped": report.dropped}
-        result |= {"rows": report.rows, "folder": str(report.folder)}
+        result |= {"rows": report.rows, **named(report.folders)}
     if assemble.images_for_server(experiment, federation, device, progress, prior) is not None:
         print(f"The server's {result['server_images']} images are there.")
     if push:
-        where = publish.push(folder, push, words_of("generate", words), private=not public)
+        held = publish.held(folder)
+        where = publish.push(folder, held, push, words_of("generate", words), private=not public)
         print(f"Pushed to {where}, {'for everybody' if public else 'private'}.")
-        result["pushed"] = where
+        tell_damaged(held.damaged)
+        result |= {"pushed": where, "damaged": held.damaged}
     emit(result, as_json)
+
+
+def place(folders: tuple[Path, ...]) -> str:
+    """Where images lie, in words."""
+    return str(folders[0]) if len(folders) == 1 else f"{len(folders)} folders of {folders[0].parent}, one a prior"
+
+
+def named(folders: tuple[Path, ...]) -> dict[str, Any]:
+    """Where images lie, as JSON: `folder` is one that holds them all, if there is one."""
+    return {"folder": str(folders[0]) if len(folders) == 1 else None, "folders": [str(path) for path in folders]}
+
+
+def tell_damaged(names: list[str]) -> None:
+    for name in names:
+        print(f"{name} is damaged or cannot be read, and is left out; a run that needs its images makes them again.")
 
 
 def share_of(part: str) -> "Part | None":
@@ -124,8 +149,7 @@ def show_plan(plan: dict[str, Any], push: str) -> None:
         ],
     )
     table("Synthetic rows by class", ["class", "rows"], [[n, str(k)] for n, k in plan["per_class"].items()])
-    there = "" if plan["stored"] is None else f" {plan['stored']} are there."
-    print(f"{plan['images']} distinct images, about {plan['disk_MB']:.1f} MB on disk.{there}")
+    print(asked(plan))
     if plan["dropped"]:
         print(f"{plan['dropped']} real rows would be left out.")
     if plan["generation_seconds"] is None:
@@ -134,6 +158,14 @@ def show_plan(plan: dict[str, Any], push: str) -> None:
         print(f"The others would take about {clock(plan['generation_seconds'])} on this machine.")
     for name, size in plan.get("push", {}).items():
         print(f"would push {name} ({size / 1e6:.2f} MB) to {push}")
+    tell_damaged(plan.get("damaged", []))
+
+
+def asked(plan: dict[str, Any]) -> str:
+    """The images of a plan in one line, whether for a run or for `generate` alone."""
+    server = f", {plan['server_images']} of them for the server" if plan["server_images"] else ""
+    there = f" {plan['stored']} are there." if plan["stored"] is not None and plan["images"] else ""
+    return f"{plan['images']} distinct images{server}, about {plan['disk_MB']:.1f} MB on disk.{there}"
 
 
 LINES = 40
@@ -168,47 +200,3 @@ def prompts_show(words: Words = None, as_json: Json = False) -> None:
     for line in found.odd:
         print(line)
     emit({"prompts": [row._asdict() for row in found.rows], "odd": list(found.odd)}, as_json)
-
-
-@bench_app.command("generate")
-def bench_generate(
-    source: Annotated[str, typer.Argument(help="An embedded prior, an alias, a folder or a hub id.")] = "digits",
-    words: Annotated[list[str] | None, typer.Argument(metavar="[prior.KEY=VALUE]...", show_default=False)] = None,
-    images: Annotated[int, typer.Option(min=1, help="Images an arm and round.")] = 32,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in which the arms take turns.")] = 3,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    threads: Threads = 1,
-    as_json: Json = False,
-) -> None:
-    """Images a second and peak memory: `pipe(prompt)` one by one, `pipe(prompts)` in batches, and fedprior."""
-    from .. import environment
-    from ..assemble import prior_options
-    from ..config import Experiment, override
-    from ..priors import bench
-
-    for word in words or []:
-        if not word.startswith("prior."):
-            raise UsageError(f"'{word}' plays no part here; say prior.KEY=")
-    use_threads(threads)
-    choice = override(Experiment(), [f"prior={source}", *(words or [])]).prior
-    assert choice is not None
-    result = bench.measure(
-        choice.name, images, rounds=rounds, device=environment.device(device), **prior_options(choice)
-    )
-    table(
-        f"{images} images by {result['prior']}, {rounds} rounds",
-        ["way", "images/s", "peak MB", "fedprior is"],
-        [
-            [
-                label,
-                f"{result[arm]['images_per_second']:.1f}",
-                "-" if result[arm]["peak_MB"] is None else f"{result[arm]['peak_MB']:.0f}",
-                "" if arm == "fedprior" else f"{result['speedup'][arm]:.1f} x as fast",
-            ]
-            for arm, label in BENCHED.items()
-        ],
-    )
-    emit(result, as_json)
-
-
-BENCHED = {"loop": "pipe(prompt), one by one", "batch": "pipe(prompts), in batches", "fedprior": "fedprior"}

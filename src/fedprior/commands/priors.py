@@ -1,18 +1,39 @@
 """`fedprior prior ...`: train, show, check and explain priors."""
 
 import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import UsageError, unknown
+from ..errors import UsageError, UserError, unknown
 from .common import Json, Threads, emit, percent, table, use_threads
 
 app = typer.Typer(help="Diffusion priors: train, show, check, explain.", no_args_is_help=True)
 
 Source = Annotated[str, typer.Argument(help="An embedded prior (digits), a folder or a hub id.")]
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Within, a file that cannot be written ends in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write {out} ({error}); choose another --out") from None
+
+
+def refuse_unwritable(out: Path) -> None:
+    """Raises UserError where no file `out` can be written: working for minutes only to fail then helps nobody."""
+    if out.is_dir():
+        raise UserError(f"--out {out} is a folder; name a file in it")
+    there = next(folder for folder in out.absolute().parents if folder.exists())  # the others will be made
+    with writing(out), tempfile.TemporaryFile(dir=there):
+        pass
 
 
 @app.command("train")
@@ -53,12 +74,13 @@ def prior_show(
     from ..priors.check import sample_grid
     from ..priors.embedded import load
 
+    refuse_unwritable(out)
     prior = load(source)
     names = [c.strip() for c in classes.split(",")] if classes else list(prior.defaults.get("classes", ()))
     if not names:
         raise UsageError(f"{source} does not say which classes it knows; name some with --classes 'cat, dog'")
-    with store.atomic(out) as temporary:
-        sheet = sample_grid(prior, names, per_class, seed, (prior.size, prior.size), zoom=max(1, 48 // prior.size))
+    sheet = sample_grid(prior, names, per_class, seed, (prior.size, prior.size), zoom=max(1, 48 // prior.size))
+    with writing(out), store.atomic(out) as temporary:
         sheet.save(temporary, format="PNG")
     print(f"{len(names)} classes x {per_class} images in {out}")
     emit({"image": str(out), "classes": names, "settings": prior.settings}, as_json)
@@ -84,26 +106,35 @@ def prior_check(
     (data=, data.KEY=) and how the prior samples (prior.KEY=)."""
     use_threads(threads)
     from .. import environment
-    from ..assemble import load_prior
+    from ..assemble import load_prior, refuse_strange
     from ..config import Experiment, override
+    from ..data import origins
     from ..priors import check, check_page, embedded, prompts
     from ..progress import for_terminal
 
-    for word in words or []:
-        if word.partition(".")[0].partition("=")[0] not in ("data", "prior", "device"):
+    given = [word.partition("=")[0].strip() for word in words or []]
+    for key, word in zip(given, words or [], strict=True):
+        if key.partition(".")[0] not in ("data", "prior", "device"):
             raise UsageError(f"'{word}' plays no part here; say data=, data.KEY=, prior.KEY= or device=")
     experiment = override(Experiment(), [f"prior={source}", *(words or [])])
     choice = experiment.prior
-    assert choice is not None
+    if choice is None:
+        raise UsageError("there is no prior to check; name a prior, such as digits")
+    refuse_unwritable(out)
     prior = load_prior(choice, environment.device(experiment.device))
-    data = experiment.data
-    if not any(word.startswith("data=") for word in words or []):
-        name = prior.defaults.get("trained_on")
-        if name is None:
-            raise UsageError(f"{source} does not say which real images to compare with; name them with data=")
-        data = replace(data, name=name)
-    held = check.real_of(data.name, data.path, images=real, seed=seed, size=data.size)
-    folder = embedded.folder(source) if source in embedded.names() else Path(source)
+    data, trained_on = experiment.data, prior.defaults.get("trained_on")
+    if not {"data", "data.name"} & set(given):
+        if trained_on is None:
+            raise UsageError(f"{choice.name} does not say which real images to compare with; name them with data=")
+        data = replace(data, name=trained_on)
+    refuse_idle(given, data.name)
+    held = check.real_of(
+        data.name, data.path, images=real, image=data.image, label=data.label, size=data.size, seed=seed
+    )
+    refuse_strange(prior, held.classes)
+    if origins.alias(data.name) != trained_on:
+        held = held._replace(public=None)  # nobody knows what it was trained on
+    folder = embedded.folder(choice.name) if choice.name in embedded.names() else Path(choice.name)
     study = check.study(
         prior,
         held,
@@ -126,12 +157,23 @@ def prior_check(
     )
     for sentence in check_page.verdicts(result, study.classes):
         print(sentence)
-    given = shlex.join(["fedprior", "prior", "check", source, *(words or [])])
-    check_page.write(study, out, given)
+    with writing(out):
+        check_page.write(study, out, shlex.join(["fedprior", "prior", "check", source, *(words or [])]))
     if "size_MB" in result:
         print(f"The prior takes {result['size_MB']:.2f} MB.")
     print(f"Page: {out}")
     emit(result | {"page": str(out)}, as_json)
+
+
+def refuse_idle(keys: Sequence[str], name: str) -> None:
+    """Raises UsageError for a key `data.KEY` that says nothing of the real images of the data set `name`."""
+    from ..data import origins
+
+    known = {origins.EMBEDDED: (), "cifar10": ("path",)}.get(origins.alias(name), ("path", "image", "label", "size"))
+    for key in keys:
+        head, _, tail = key.partition(".")
+        if head == "data" and tail not in ("", "name", *known):
+            raise UsageError(f"{key}= plays no part in a check on {name}; leave it out")
 
 
 @app.command("explain")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,16 +38,26 @@ class Source:
     test: Table  # images of the same height and width
     classes: tuple[str, ...]  # readable names, by label
     domains: tuple[str, ...] = ()  # names as in the data, sorted, by domain; empty without a column `domain`
+    divided: bool = False  # the set has no test split, so the test rows were taken from the training split
 
     def without_domains(self) -> "Source":
         plain = lambda part: {name: column for name, column in part.items() if name != "domain"}
         return replace(self, train=plain(self.train), test=plain(self.test), domains=())
 
     def only(self, half: Half) -> "Source":
-        """With the training rows of that half; see `halves`. The digits that ship are a private half already."""
-        if self.name == EMBEDDED:
-            raise UsageError(f"data={EMBEDDED} holds a private half only; leave out data.half=")
-        return replace(self, train=table.take(self.train, torch.nonzero(halves.mask(self.train["image"], half))[:, 0]))
+        """With the training rows of that half; see `halves`. Test rows that were taken from the training split are
+        halved too, since a prior may have seen those. Images must have the set's own size: resizing moves some into
+        the other half. Raises UserError where no test row is left."""
+        kept = lambda part: table.take(part, torch.nonzero(halves.mask(part["image"], half))[:, 0])
+        out = replace(self, train=kept(self.train), test=kept(self.test) if self.divided else self.test)
+        if not len(out.test["label"]):
+            raise UserError(f"no test image of {self.name} is in its {half} half; add a file or folder named test")
+        return out
+
+    def resized(self, side: int) -> "Source":
+        """With images of [side, side] pixels."""
+        fitted = lambda part: {**part, "image": _resized(part["image"], (side, side))}
+        return replace(self, train=fitted(self.train), test=fitted(self.test))
 
 
 def load(
@@ -57,6 +67,7 @@ def load(
     image: str | None = None,
     label: str | None = None,
     size: int | None = None,
+    half: Literal["all"] | Half = "all",
 ) -> Source:
     """The data set `name`: "digits", a key of ALIASES or a hub id "owner/name".
 
@@ -64,20 +75,26 @@ def load(
     class folders (with or without train and test above them), or what `save_to_disk` wrote; no network is
     used then. `image` and `label` name the columns where the features do not tell. Images are RGB; with
     `size` they are resized to [size, size], else all to the commonest size of the training split (the
-    largest of equally common ones).
+    largest of equally common ones). With `half` only its rows are kept, by the images before they are resized.
 
     Where there is no split named test, valid, validation or val, every fifth image of each class (and domain,
     if there is a column `domain`) is a test image; one that comes twice is in one of the parts only. The decoded
     set is cached.
 
-    Raises UsageError for an unknown name or column and a bad size, UserError for data that cannot be
-    reached, read or decoded, and for a class without a name.
+    Raises UsageError for an unknown name or column, a bad size, a half of the embedded digits and a path under
+    their name, UserError for data that cannot be reached, read or decoded, and for a class without a name.
     """
     if size is not None and size < 1:
         raise UsageError(f"data.size must be at least 1, not {size}")
     if path is None and name == EMBEDDED:
+        if half != "all":
+            raise UsageError(f"data={EMBEDDED} holds a private half only; leave out data.half=")
         return _embedded(image, label, size)
+    if half != "all" and size is not None:
+        return load(name, path=path, image=image, label=label, half=half).resized(size)
     origin = hub(name) if path is None else local(Path(path).expanduser())
+    if name == EMBEDDED:
+        raise UsageError(f"data={EMBEDDED} ships with fedprior, data.path={path} is another set; name it with data=")
     train, test = roles(origin)
     content = [origin.digest(split) if split else "" for split in (train, test)]
     key = store.digest(DECODER, _pillow(), *content, image or "", label or "", str(size or ""))
@@ -87,7 +104,8 @@ def load(
     )
     if built:
         _write(file, found)
-    return found
+    found = replace(found, divided=test is None)
+    return found if half == "all" else found.only(half)
 
 
 def _embedded(image: str | None, label: str | None, size: int | None) -> Source:
@@ -95,10 +113,8 @@ def _embedded(image: str | None, label: str | None, size: int | None) -> Source:
 
     if image or label:
         raise UsageError(f"data={EMBEDDED} has no columns to name; leave out data.image= and data.label=")
-    train, test = digits.train(), digits.test()
-    if size is not None:
-        train, test = ({**t, "image": _resized(t["image"], (size, size))} for t in (train, test))
-    return Source(EMBEDDED, train, test, digits.CLASSES)
+    found = Source(EMBEDDED, digits.train(), digits.test(), digits.CLASSES)
+    return found if size is None else found.resized(size)
 
 
 def _decode(

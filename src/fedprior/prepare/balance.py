@@ -16,6 +16,7 @@ from fedprior.errors import UsageError, UserError, unknown
 from fedprior.priors import class_names
 
 Counts = NDArray[np.int64]
+MOST = 10**9  # that a number of images may be: counts are int64, and no machine makes more
 Pool = Literal["shared", "per_client"]
 Align = Literal["none", "roundtrip", "half", "noised"]
 """How real rows are brought closer to the prior's images: `roundtrip` passes all of them through the prior's
@@ -163,11 +164,13 @@ class Ratio(Balance):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.ratio < math.inf:
-            raise UsageError(f"balance.ratio must be a number of at least 0, not {self.ratio}")
+        if not 0 <= self.ratio <= MOST:
+            raise UsageError(f"balance.ratio must be a number from 0 to {MOST}, not {self.ratio}")
 
     def allocate(self, counts: Counts) -> Counts:
-        return _fill(counts, np.rint(self.ratio * counts.sum(1)).astype(np.int64))
+        wanted = self.ratio * counts.sum(1)
+        _refuse_many(wanted, f"balance.ratio={self.ratio:g}")
+        return _fill(counts, np.rint(wanted).astype(np.int64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,9 +198,11 @@ class GlobalTarget(Balance):
     def allocate(self, counts: Counts) -> Counts:
         share = self._shares(counts)
         wanted = share > 0
-        total = (counts[:, wanted] / share[wanted]).max(1, initial=0, keepdims=True)
+        with np.errstate(over="ignore"):  # the total is infinite then, and capped or refused
+            total = (counts[:, wanted] / share[wanted]).max(1, initial=0, keepdims=True)
         if self.cap:
             total = np.minimum(total, self.cap)
+        _refuse_many(total, f"balance.target={self.target}")
         images: Counts = np.maximum(np.rint(total * share).astype(np.int64) - counts, 0)
         return images
 
@@ -350,6 +355,14 @@ def staying(label: NDArray[np.int64], kept: NDArray[np.int64], seed: int, client
 def _at_least(least: int, key: str, value: int) -> None:
     if value < least:
         raise UsageError(f"balance.{key} must be at least {least}, not {value}")
+    if value > MOST:
+        raise UsageError(f"balance.{key} must be at most {MOST}, not {value}")
+
+
+def _refuse_many(rows: NDArray[np.float64], where: str) -> None:
+    """Raises UsageError where a client would have more than `MOST`."""
+    if (most := rows.max(initial=0)) > MOST:
+        raise UsageError(f"{where} asks for {most:.3g} rows of one client, and {MOST} are the most; lower it")
 
 
 def _largest(counts: Counts, cap: int = 0) -> Counts:

@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,7 +288,8 @@ class ImageFolder:
             path, read, lambda: filters.apply(self.filters, images, labels, words, label + 1).keep
         )
         if built:
-            store.write_tree(path, {"keep": keep})
+            with _writing("what filters keep"):
+                store.write_tree(path, {"keep": keep})
         return keep
 
     def item(self, stream: Stream, index: int) -> Item:
@@ -331,19 +333,14 @@ class ImageFolder:
 
     def write(self, path: Path, rows: list[dict[str, Any]]) -> None:
         content = shards.packed(path, rows, shards.schema(self.wording.classes, bool(self.wording.domains)))
-        try:
-            with store.atomic(path) as temporary:
-                temporary.write_bytes(content)
-        except OSError as error:
-            raise UserError(
-                f"cannot write images ({error}); what is there stays. Free some space or set FEDPRIOR_CACHE to a "
-                "folder with more, and go on with the same command"
-            ) from None
+        with _writing("images"), store.atomic(path) as temporary:
+            temporary.write_bytes(content)
 
     def merge(self, other: Path) -> Merged:
         """Takes over files that another process filled elsewhere: a cache folder, or the folder of these images.
 
-        Of two files for the same images the one that holds more counts; ours where both hold as many.
+        Of two files for the same images the one that holds more counts; ours where both hold as many. Raises UserError
+        where there are no images of these settings, or ours cannot be written.
         """
         candidates = (other / "synthetic" / self.key, other / self.key, other)
         folder = next((f for f in candidates if f.name == self.key and f.is_dir()), None)
@@ -362,7 +359,7 @@ class ImageFolder:
             own = self.path / file.name
             ours, _ = store.read_or_rebuild(own, lambda path: len(shards.read(path)), lambda: 0)
             if len(theirs) > ours:
-                with store.atomic(own) as temporary:
+                with _writing("images"), store.atomic(own) as temporary:
                     shutil.copyfile(file, temporary)
                 taken += 1
             else:
@@ -452,6 +449,18 @@ class Rate:
 def megabytes(images: int, size: tuple[int, int]) -> float:
     """About what images (H, W) take on disk, in MB (1e6 bytes)."""
     return images * size[0] * size[1] * BYTES_PER_PIXEL / MB
+
+
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
+    """A cache that cannot be written becomes one clear line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write {what} ({error}); what is there stays. Free some space or set FEDPRIOR_CACHE to a folder "
+            "with more, and go on with the same command"
+        ) from None
 
 
 def _own(streams: Sequence[Stream], part: Part) -> Iterator[tuple[Stream, int]]:

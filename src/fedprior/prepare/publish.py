@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedprior.errors import UsageError, UserError
+from fedprior.prepare import shards
 from fedprior.prepare.images import NO_DOMAIN, ImageFolder
 
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
@@ -25,28 +26,38 @@ def check_name(repository: str) -> None:
         raise UsageError(f"--push wants user/name, not '{repository}'")
 
 
-def files(folder: ImageFolder) -> list[File]:
-    """The images' files, in order. Raises UserError where there are none."""
-    found = [File(f"data/{p.name}", p, p.stat().st_size) for p in sorted(folder.path.glob("class-*.parquet"))]
-    if not found:
+class Held(NamedTuple):
+    """What lies in a folder."""
+
+    files: list[File]  # in order
+    damaged: list[str]  # names of files that are not as they were written, or cannot be read; these stay here
+    by_class: Counter[str]  # usable images
+
+
+def held(folder: ImageFolder) -> Held:
+    """Reads all files. Raises UserError where none is whole."""
+    found = Held([], [], Counter())
+    for path in sorted(folder.path.glob("class-*.parquet")):
+        try:
+            rows = shards.read(path).select(["class", "ok"]).to_pylist()
+        except (ValueError, OSError):
+            found.damaged.append(path.name)
+            continue
+        found.files.append(File(f"data/{path.name}", path, path.stat().st_size))
+        found.by_class.update(row["class"] for row in rows if row["ok"])
+    if not found.files:
         raise UserError("there are no images to push yet; run the same command without --push first")
     return found
 
 
-def listed(folder: ImageFolder, command: str) -> list[File]:
+def listed(folder: ImageFolder, found: Held, command: str) -> list[File]:
     """All that `push` would upload."""
-    return [File("README.md", Path("README.md"), len(card(folder, command).encode())), *files(folder)]
+    return [File("README.md", Path("README.md"), len(card(folder, found, command).encode())), *found.files]
 
 
-def card(folder: ImageFolder, command: str) -> str:
+def card(folder: ImageFolder, found: Held, command: str) -> str:
     """The README.md of the data set."""
-    import pyarrow.parquet as pq
-
-    held: Counter[str] = Counter()
-    for file in files(folder):
-        rows = pq.ParquetFile(file.path).read(columns=["class", "ok"]).to_pylist()
-        held.update(row["class"] for row in rows if row["ok"])
-    total, prior = sum(held.values()), folder.prior
+    total, prior, classes = sum(found.by_class.values()), folder.prior, len(found.by_class)
     size = next((name for limit, name in SIZES if total < limit), "n>1M")
     height, width = folder.size
     example = 0 if folder.wording.domains else NO_DOMAIN
@@ -63,7 +74,7 @@ def card(folder: ImageFolder, command: str) -> str:
         "",
         "# Synthetic images by class",
         "",
-        f"{total} images of {len(held)} classes, {height} x {width} pixels, made by the text-to-image diffusion model "
+        f"{total} images of {classes} classes, {height} x {width} pixels, made by the text-to-image diffusion model "
         f"`{prior.name}` (revision `{prior.revision}`) with fedprior. No image is a photograph.",
         "",
         f"Made with `{command}`.",
@@ -76,7 +87,7 @@ def card(folder: ImageFolder, command: str) -> str:
         "| class | prompt, for example | images |",
         "| --- | --- | --- |",
         *(
-            f"| {name} | {folder.wording.prompt(y, folder.wording.templates[0], example)} | {held[name]} |"
+            f"| {name} | {folder.wording.prompt(y, folder.wording.templates[0], example)} | {found.by_class[name]} |"
             for y, name in enumerate(folder.wording.classes)
         ),
         "",
@@ -90,21 +101,21 @@ def card(folder: ImageFolder, command: str) -> str:
     return "\n".join(lines)
 
 
-def push(folder: ImageFolder, repository: str, command: str, *, private: bool = True) -> str:
+def push(folder: ImageFolder, found: Held, repository: str, command: str, *, private: bool = True) -> str:
     """Uploads files and card; -> the address of the data set. What is there already and unchanged is not sent again.
 
     Raises UserError without a login, without a network, or where the hub refuses.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    held = files(folder)
-    text = card(folder, command)
+    text = card(folder, found, command)
     api = HfApi()
-    operations = [CommitOperationAdd("README.md", text.encode()), *(CommitOperationAdd(f.name, f.path) for f in held)]
+    operations = [CommitOperationAdd("README.md", text.encode())]
+    operations += [CommitOperationAdd(file.name, file.path) for file in found.files]
     try:
         api.create_repo(repository, repo_type="dataset", private=private, exist_ok=True)
         made = api.create_commit(
-            repository, operations, commit_message=f"{len(held)} files of images", repo_type="dataset"
+            repository, operations, commit_message=f"{len(found.files)} files of images", repo_type="dataset"
         )
     except Exception as error:  # every layer of the client has its own kinds, and the remedy is the same for all
         reason = str(error).strip().partition("\n")[0][:200].rstrip(".") or type(error).__name__

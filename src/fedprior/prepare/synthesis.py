@@ -4,7 +4,7 @@ The images themselves lie in a folder that `images` fills.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,15 @@ Own = Callable[[int], AbstractContextManager[ImageFolder]]
 """The folder of a client's images, which may take memory while it is open."""
 
 
+class Filled(NamedTuple):
+    """What `fill` did."""
+
+    generated: int  # usable images made now
+    folders: tuple[
+        Path, ...
+    ]  # where the streams' images lie, each once; each opens with datasets.load_dataset(str(folder))
+
+
 class Report(NamedTuple):
     """What `synthesise` did."""
 
@@ -35,7 +44,7 @@ class Report(NamedTuple):
     rows: int  # synthetic rows, all clients together
     repeats: int  # of these, rows that repeat an image the same client already has
     dropped: int  # real rows that the rule left out
-    folder: Path  # opens with datasets.load_dataset(str(folder))
+    folders: tuple[Path, ...]  # of the images, as in `Filled`: several where clients have priors of their own
     before: Counts  # real rows, int64 [clients, classes]
     after: Counts  # all rows, int64 [clients, classes]
 
@@ -97,7 +106,7 @@ def synthesise(
     """
     before = federation.counts(synthetic=False)
     kept, needed, streams = needs(federation, folder.wording, policy, folder.seed)
-    generated = fill(folder, streams, progress or (lambda done, total: None), own)
+    generated, folders = fill(folder, streams, progress or (lambda done, total: None), own)
     faulty, removed = sum(s.faulty for s in streams), sum(s.removed for s in streams)
     balanced = kept.with_rows(_table(kept, streams), _rows(streams, needed, folder.seed))
     return balanced, Report(
@@ -108,7 +117,7 @@ def synthesise(
         rows=needed.rows,
         repeats=needed.repeats,
         dropped=int((before - kept.counts(synthetic=False)).sum()),
-        folder=folder.path if own is None else folder.path.parent,
+        folders=folders,
         before=before,
         after=balanced.counts(),
     )
@@ -129,22 +138,35 @@ def server_images(
     return table.make(torch.cat([s.images() for s in streams]), label, synthetic=True)
 
 
+def opened(
+    folder: ImageFolder, streams: Sequence[Stream], own: Own | None
+) -> list[tuple[AbstractContextManager[ImageFolder], list[Stream]]]:
+    """The streams with the folder of their images, which is to be entered: one for all, or one for each client that has
+    its own; `folder` keeps what is shared."""
+    if own is None:
+        return [(nullcontext(folder), list(streams))]
+    return [
+        (nullcontext(folder) if client == SHARED else own(client), [s for s in streams if s.client == client])
+        for client in sorted({s.client for s in streams})
+    ]
+
+
 def fill(
     folder: ImageFolder, streams: Sequence[Stream], progress: Update, own: Own | None = None, part: Part | None = None
-) -> int:
+) -> Filled:
     """`ImageFolder.fill`, client by client where clients have folders of their own; parts then share out clients."""
-    if own is None:
-        return folder.fill(streams, progress, part)
-    clients = sorted({s.client for s in streams})
-    clients = clients if part is None else clients[part.number - 1 :: part.of]
-    of_client = {k: [s for s in streams if s.client == k] for k in clients}
-    total = sum(s.need for group in of_client.values() for s in group)
+    groups = opened(folder, streams, own)
+    if own is not None and part is not None:
+        groups, part = groups[part.number - 1 :: part.of], None
+    total = sum(s.need for _, group in groups for s in group) if part is None else folder.wanted(streams, part)
     generated = before = 0
-    for client, group in of_client.items():
-        with own(client) as one:
-            generated += one.fill(group, lambda done, _: progress(before + done, total))
+    paths: list[Path] = []
+    for entered, group in groups:
+        with entered as one:
+            generated += one.fill(group, lambda done, _: progress(before + done, total), part)
+            paths += [one.path] if one.path.is_dir() and group else []
         before += sum(s.need for s in group)
-    return generated
+    return Filled(generated, tuple(dict.fromkeys(paths)))
 
 
 def with_server(streams: Sequence[Stream], classes: int, per_class: int) -> list[Stream]:

@@ -1,9 +1,6 @@
 """How fast a prior makes images here, beside what a plain script with diffusers does, in one run."""
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +9,8 @@ from typing import Any
 import torch
 
 from .. import environment
-from ..errors import UsageError, UserError
+from ..bench.child import in_child, peak_megabytes
+from ..errors import UsageError
 from . import embedded, families
 from .diffusion import DiffusionPrior
 from .quiet import quiet
@@ -150,37 +148,12 @@ def _peak_of_a_process(
     arm: str, source: str | Path, options: dict[str, Any], words: Sequence[str], images: int
 ) -> float:
     """MB (1e6 bytes) that a new process took at its peak that loads the prior and runs one arm."""
-    asked = [arm, str(source), options, list(words), images, torch.get_num_threads()]
-    done = subprocess.run(
-        [sys.executable, "-c", "from fedprior.priors.bench import report_peak; report_peak()"],
-        input=json.dumps(asked, default=str),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode:
-        why = (done.stderr.strip().splitlines() or ["it was killed; is memory short?"])[-1]
-        raise UserError(f"the process that measures the memory of '{arm}' ended early: {why}")
-    return float(done.stdout.split()[-1])
+    asked = arm, str(source), options, list(words), images, torch.get_num_threads()
+    return float(in_child(f"the memory of '{arm}'", peak_of, *asked))
 
 
-def report_peak() -> None:
-    """Runs the arm that standard input names, as `_peak_of_a_process` writes it, and prints this process's peak."""
-    arm, source, options, words, images, threads = json.load(sys.stdin)
+def peak_of(arm: str, source: str, options: dict[str, Any], words: Sequence[str], images: int, threads: int) -> float:
+    """Loads the prior, runs the arm -> this process's peak."""
     torch.set_num_threads(threads)
     RUNS[arm](embedded.load(source, **options), words, images)
-    print(peak_megabytes())
-
-
-def peak_megabytes() -> float:
-    """MB (1e6 bytes) of memory that this process took at its peak."""
-    if sys.platform == "win32":
-        import psutil
-
-        return float(psutil.Process().memory_info().peak_wset) / 1e6
-    status = Path("/proc/self/status")
-    if status.exists():  # getrusage begins with the peak of the process that started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024 / 1e6
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # macOS counts bytes
+    return peak_megabytes()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import nets, seeds, tree
-from ..data import digits, halves, table
+from ..data import digits, table
 from ..data.augment import mirrors
 from ..data.table import Shard, Table, make
 from ..errors import UserError
@@ -125,19 +125,24 @@ def cifar10_real(path: str | Path | None = None, *, count: int = 5000, seed: int
     from ..data import sources
 
     source = sources.load("cifar10", path=path)
-    private, public = (
-        table.take(source.train, torch.nonzero(halves.mask(source.train["image"], half))[:, 0])
-        for half in ("private", "public")
-    )
-    train = balanced(private, count, source.classes, seed)
-    return Real(train, source.test, public, source.classes, "CIFAR-10, private half of the training split")
+    private, public = source.only("private"), source.only("public")
+    train = balanced(private.train, count, source.classes, seed)
+    return Real(train, private.test, public.train, source.classes, "CIFAR-10, private half of the training split")
 
 
 def real_of(
-    name: str, path: str | Path | None = None, *, images: int = 5000, size: int | None = None, seed: int = 0
+    name: str,
+    path: str | Path | None = None,
+    *,
+    images: int = 5000,
+    image: str | None = None,
+    label: str | None = None,
+    size: int | None = None,
+    seed: int = 0,
 ) -> Real:
     """The real images of a data set by name: all of the digits, else `images` training images of it. Of CIFAR-10 the
-    private half is taken, and the public half is what the embedded prior was trained on.
+    private half is taken, and the public half is what the embedded prior was trained on. `image`, `label` and `size`
+    are as for `sources.load`, and mean nothing for these two.
 
     Raises UsageError for an unknown name, UserError for data that cannot be had or has too few images.
     """
@@ -147,7 +152,7 @@ def real_of(
         return digits_real()
     if origins.alias(name) == "cifar10":
         return cifar10_real(path, count=images, seed=seed)
-    source = sources.load(name, path=path, size=size).without_domains()
+    source = sources.load(name, path=path, image=image, label=label, size=size).without_domains()
     train = balanced(source.train, images, source.classes, seed)
     return Real(train, source.test, None, source.classes, f"{name}, training split")
 

@@ -3,9 +3,11 @@
 What differs between these stands in `families`, where a checkpoint lies in `locate`, what options change in `equip`.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -21,6 +23,8 @@ from .pipelines import DTYPES
 from .quiet import quiet
 
 SMALL = 64  # pixels; up to this native size a CPU makes images in whole lots, and exactly
+
+SCHEDULERS = ("auto", "own", *families.SCHEDULERS)
 
 T = TypeVar("T")
 
@@ -113,6 +117,8 @@ class DiffusionPrior:
         wanted = scheduler if scheduler != "auto" else defaults.get("scheduler", preset.scheduler)
         overrides = preset.overrides if wanted == preset.scheduler else {}
         options = families.reschedule(pipeline, wanted, name, overrides)
+        steps = steps or defaults.get("steps", preset.steps)
+        _check_schedule(pipeline.scheduler, steps, wanted, name)
         added = equip.add_adapters(pipeline, chosen, name)
         decoder = equip.set_decoder(pipeline, vae, DTYPES[dtype], name)
         vae_dtype = next(name for name, kind in DTYPES.items() if kind == pipeline.vae.dtype)
@@ -133,7 +139,7 @@ class DiffusionPrior:
             pipeline,
             name=name,
             revision=f"{found.revision}+{changed}" if changed else found.revision,
-            steps=steps or defaults.get("steps", preset.steps),
+            steps=steps,
             guidance=float(defaults.get("guidance", preset.guidance) if guidance is None else guidance),
             size=defaults.get("size"),
             dtype=dtype,
@@ -347,8 +353,22 @@ def _check_options(
         raise UsageError(f"prior guidance must be a number >= 0 (1 or less switches it off), not {guidance}")
     if batch_size < 0:
         raise UsageError(f"prior batch size must be at least 1, or 0 for as many as fit, not {batch_size}")
-    if scheduler not in (known := ("auto", "own", *families.SCHEDULERS)):
-        raise unknown("scheduler", scheduler, known)
+    if scheduler not in SCHEDULERS:
+        raise unknown("scheduler", scheduler, SCHEDULERS)
+
+
+def _check_schedule(scheduler: Any, steps: int, wanted: str, name: str) -> None:
+    """Raises UsageError for more steps than the scheduler can take."""
+    if scheduler.config.get("use_dynamic_shifting"):
+        return  # it needs the image's size to begin with, and takes any number
+    try:
+        deepcopy(scheduler).set_timesteps(steps)  # of a copy, since it keeps them
+    except ValueError as error:
+        reason = str(error).partition("\n")[0].strip().rstrip(".")
+        raise UsageError(
+            f"{name} cannot be sampled with prior.steps={steps} and prior.scheduler={wanted} ({reason}); take fewer "
+            "steps or another scheduler"
+        ) from None
 
 
 def _device(device: torch.device | str) -> torch.device:
@@ -360,21 +380,61 @@ def _device(device: torch.device | str) -> torch.device:
 
 def read_sidecar(folder: Path) -> dict[str, Any]:
     """A checkpoint's `fedprior.json`: steps, guidance, scheduler, size, classes, trained_on, and under "balance" and
-    "guide" the templates and the timestep and levels that serve it best; {} without one. Raises UserError for a
-    damaged one."""
+    "guide" the templates and the timestep and levels that serve it best; "training" records how it was made. {} without
+    one. Raises UserError for a damaged one, a value of the wrong kind and an unknown key."""
     path = folder / locate.SIDECAR
     if not path.exists():
         return {}
     try:
         defaults = store.read_json(path)
-        _check_options(defaults.get("steps"), defaults.get("guidance"), scheduler=defaults.get("scheduler", "auto"))
-        if defaults.get("size", 8) % 8:
-            raise ValueError("size")
-        for served, keys in (("balance", {"templates"}), ("guide", {"timestep", "levels"})):
-            if not set(defaults.get(served, {})) <= keys:
-                raise ValueError(served)
-    except (ValueError, TypeError, AttributeError, OSError, UsageError):
-        raise UserError(
-            f"{path} is damaged; give it steps >= 1, guidance >= 0 and a size that 8 divides, or remove it"
-        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path} ({error}); make it readable or remove it") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged: it holds no JSON object; correct or remove it") from None
+    for key, value in _leaves(defaults):
+        if key not in SIDECAR_KEYS:
+            raise UserError(f"{path} is damaged: {unknown('key', key, SIDECAR_KEYS)}")
+        right, wanted = SIDECAR_KEYS[key]
+        if not right(value):
+            raise UserError(
+                f"{path} is damaged: '{key}' must be {wanted}, not {json.dumps(value)}; correct or remove it"
+            )
     return defaults
+
+
+def _leaves(defaults: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys and values of a sidecar, those of the inner objects as "guide.levels"."""
+    for key, value in defaults.items():
+        if key in ("balance", "guide") and isinstance(value, dict):
+            yield from ((f"{key}.{inner}", held) for inner, held in value.items())
+        else:
+            yield key, value
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+SIDECAR_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "steps": (lambda x: _is_whole(x) and x >= 1, "a whole number >= 1"),
+    "guidance": (lambda x: (_is_whole(x) or isinstance(x, float)) and 0 <= x < float("inf"), "a number >= 0"),
+    "scheduler": (lambda x: x in SCHEDULERS, f"one of {', '.join(SCHEDULERS)}"),
+    "size": (lambda x: _is_whole(x) and x > 0 and x % 8 == 0, "a whole number >= 8 that 8 divides"),
+    "classes": (lambda x: isinstance(x, list) and bool(x) and all(map(_is_text, x)), "a list of names"),
+    "trained_on": (_is_text, "the name of a data set"),
+    "training": (_is_object, "an object"),
+    "balance": (_is_object, "an object with templates"),
+    "balance.templates": (_is_text, "text"),
+    "guide": (_is_object, "an object with timestep and levels"),
+    "guide.timestep": (_is_whole, "a whole number"),
+    "guide.levels": (_is_text, "text, such as 2,3"),
+}
+"""What a sidecar may hold: whether a value is right, and what it has to be in words."""

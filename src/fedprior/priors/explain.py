@@ -292,7 +292,7 @@ def examined(experiment: Experiment, timesteps: Sequence[int], images: int, seed
     d, config = experiment.data, experiment.guide
     assert config is not None
     device = assemble.set_up(experiment)
-    source = sources.load(d.name, path=d.path, image=d.image, label=d.label, size=d.size)
+    source = sources.load(d.name, path=d.path, image=d.image, label=d.label, size=d.size, half=d.half)
     classes = source.classes
     federation = Federation(table=source.train, clients=(), test=source.test, classes=classes)
     prior = assemble.prior_for(experiment, federation, device)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import seeds, store
-from ..data import digits, halves
-from ..data.table import Table, take
-from ..errors import UserError, unknown
+from ..data import digits
+from ..data.table import Table
+from ..errors import UsageError, UserError, unknown
 from . import check, prompts
 from .architecture import TOKENS, build_models, build_pipeline, build_scheduler, build_tokenizer, save
 from .quiet import quiet
@@ -128,15 +128,18 @@ RECIPES: dict[str, Recipe] = {
 def public(name: str, data: str | Path | None = None) -> tuple[Table, str]:
     """The images that a prior may be trained on, and what they are in words. `data` is a local copy of CIFAR-10.
 
-    Raises UserError when the set cannot be had.
+    Raises UserError when the set cannot be had or has other classes, UsageError for a copy of the digits.
     """
     if name == "digits":
+        if data is not None:
+            raise UsageError("the digits ship with fedprior; leave out --data")
         return digits.public(), "scikit-learn digits, public half"
     from ..data import sources
 
-    whole = sources.load("cifar10", path=data).train
-    rows = torch.nonzero(halves.mask(whole["image"], "public"))[:, 0]
-    return take(whole, rows), "CIFAR-10 training split, public half"
+    found = sources.load("cifar10", path=data, half="public")
+    if found.classes != CIFAR10:
+        raise UserError(f"the classes of {data} are {', '.join(found.classes[:10])}, not CIFAR-10's; give a copy of it")
+    return found.train, "CIFAR-10 training split, public half"
 
 
 def train_embedded(
