@@ -4,8 +4,9 @@
 
 Prints Markdown and keeps it in FILE, with all figures in a JSON file beside it. Contestants run one after another,
 each in a process of its own on one core with one thread; every repeat has a seed of its own and begins with another
-contestant. Before anything is timed, all must come to the same weights where they draw nothing on their own, and every
-timed run ends with the accuracy on 10,000 images. `--quick` runs everything small, to see that it works.
+contestant. Before anything is timed, all must come to the same weights where they draw nothing on their own (one that
+does not is left out), and every timed run ends with the accuracy on 10,000 images. `--quick` runs everything small,
+to see that it works.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import torch
 from photos import make_data
 from table import render
 from task import Task
-from venvs import PEERS, python
+from venvs import PEERS, interpreter
 from watch import Seen, watch
 
 from fedprior import environment
@@ -79,7 +80,7 @@ def run(name: str, task: Task, venvs: Path, core: int) -> dict[str, Any]:
     folder = Path(task.folder)
     for file in ("record.json", "weights.npy", "start.npy"):
         (folder / file).unlink(missing_ok=True)
-    interpreter = python(venvs, contestant.peer) if contestant.peer else sys.executable
+    runs_in = interpreter(venvs, contestant.peer) if contestant.peer else sys.executable
     path = [HERE, HERE.parents[1] / "src", *([HERE / "stubs"] if contestant.peer else [])]
     env = os.environ | {
         "PEERS_TASK": json.dumps(asdict(replace(task, **contestant.options))),
@@ -89,7 +90,7 @@ def run(name: str, task: Task, venvs: Path, core: int) -> dict[str, Any]:
         "FLWR_TELEMETRY_ENABLED": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    seen: Seen = watch([interpreter, str(HERE / contestant.script)], env, core, folder / "log", LIMIT)
+    seen: Seen = watch([runs_in, str(HERE / contestant.script)], env, core, folder / "log", LIMIT)
     if seen.code or not (folder / "record.json").exists():
         return {"error": f"exit status {seen.code}: {seen.words}"}
     record: dict[str, Any] = json.loads((folder / "record.json").read_text())
@@ -112,6 +113,7 @@ def compare(names: list[str], task: Task, repeats: int, venvs: Path, core: int) 
             same = all(found[key] == check["plain"].get(key) for key in ("start", "shards", "torch"))
             found["agrees"] = same and found["apart"] <= bound
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    names = [name for name in names if check[name].get("agrees")]  # other figures would mean nothing
     for repeat in range(repeats):
         for name in [*names[repeat % len(names) :], *names[: repeat % len(names)]]:
             said(f"{task.net}: repeat {repeat + 1} of {repeats}, {name}")
@@ -139,9 +141,11 @@ def main() -> None:
     names = [name for name in CONTESTANTS if not wanted or key(name) in wanted]
     for name in names:
         if (peer := CONTESTANTS[name].peer) in PEERS:
-            python(args.venvs.resolve(), peer)
+            interpreter(args.venvs.resolve(), peer)
     figures: dict[str, Any] = {
-        "command": " ".join(["python benchmarks/peers/compare.py", *sys.argv[1:]]),
+        "command": f"python benchmarks/peers/compare.py --task {args.task} --repeats {args.repeats}"
+        + (f" --only {args.only}" if args.only else "")
+        + (" --quick" if args.quick else ""),
         "hardware": {"processor": environment.processor(), "cores": os.cpu_count(), "system": platform.platform()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "about": {name: CONTESTANTS[name].about for name in names},

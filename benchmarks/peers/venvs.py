@@ -45,10 +45,10 @@ PEERS = {
 }
 
 
-def python(folder: Path, peer: str) -> str:
+def interpreter(folder: Path, peer: str) -> str:
     """The interpreter of a peer's environment, which is there whole or made anew."""
     place = folder / peer
-    interpreter, whole = place / "bin" / "python", place / "installed"
+    own, whole = place / "bin" / "python", place / "installed"
     wanted = repr(PEERS[peer])
     if not whole.exists() or whole.read_text() != wanted:
         print(f"installing {peer}", file=sys.stderr, flush=True)
@@ -57,9 +57,9 @@ def python(folder: Path, peer: str) -> str:
         subprocess.run([sys.executable, "-m", "venv", place], check=True)
         pins = [line for line in CONSTRAINTS.read_text().splitlines() if line.partition("==")[0] in SHARED]
         (place / "constraints.txt").write_text("\n".join(pins))
-        pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--constraint", str(place / "constraints.txt")]
+        pip = [str(own), "-m", "pip", "install", "--quiet", "--constraint", str(place / "constraints.txt")]
         subprocess.run([*pip, *SHARED, *PEERS[peer].others], check=True)
         if PEERS[peer].bare:
             subprocess.run([*pip, "--no-deps", "--ignore-requires-python", *PEERS[peer].bare], check=True)
         whole.write_text(wanted)
-    return str(interpreter)
+    return str(own)

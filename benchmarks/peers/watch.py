@@ -14,6 +14,7 @@ from typing import NamedTuple
 import psutil
 
 SUBREAPER = 36  # prctl: who loses its parent becomes a child of this process
+DEATH_SIGNAL = 1  # prctl: what this process gets when its parent ends
 PAUSE = 0.25  # seconds between looks
 
 
@@ -52,6 +53,7 @@ def watch(command: list[str], env: Mapping[str, str], core: int, log: Path, limi
 
 
 def pin(core: int) -> None:
+    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
     os.sched_setaffinity(0, {core})
 
 
