@@ -92,7 +92,7 @@ def page(what: str, kind: str, base: Sequence[str], root: Path, workers: int, se
     splits = SPLITS[kind]
     arms: Arms = {"FedAvg": ("balance=none",), "FedAvg, balanced": ()}
     if what == "precision":
-        arms = {word: (f"precision={word}",) for word in ("bf16", "fp32")}
+        arms = {"bf16": ("partition.alpha=0.1",), "fp32": ("precision=fp32",)}  # the first are runs of `cifar10`
         return table(base, arms, {"Dirichlet(0.1), balanced": ()}, root, workers, "precision", seeds)
     if what == "rates":
         return table((*base, "validation=0.1"), arms, RATES, root, workers, "arm", seeds)
