@@ -269,3 +269,12 @@ def test_a_mistake_gives_one_line(capsys, tmp_path, monkeypatch, words, code, me
     assert len(err.strip().splitlines()) == 1
     assert message in err
     assert "Traceback" not in err
+
+
+def test_a_prior_is_shown_images_of_its_own_set_that_it_has_not_seen():
+    given = ("1", [1])
+    own = explain.experiment_of("cifar10", ["data.path=here"], *given).data
+    assert (own.name, own.half, own.path) == ("cifar10", "private", "here")
+    other = explain.experiment_of("cifar10", ["data=mine", "data.path=here"], *given).data
+    assert (other.name, other.half) == ("mine", "all")
+    assert explain.experiment_of("digits", [], *given).data.name == "digits"

@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import assemble, seeds, store
 from ..config import Experiment, override
 from ..data import sources, table
+from ..data.origins import EMBEDDED
 from ..data.sources import Source
 from ..data.table import Federation, Shard, Table
 from ..errors import UsageError, UserError
@@ -32,6 +33,7 @@ from . import explain_figures as figures
 from . import features, quality
 from .base import Prior
 from .descriptor import Description
+from .embedded import sidecar
 from .encoder import ImageEncoder
 
 PROMPTS = 10  # of the first classes
@@ -223,11 +225,13 @@ def numbers(text: str) -> list[int]:
 
 def experiment_of(source: str, words: Sequence[str], levels: str, timesteps: Sequence[int]) -> Experiment:
     """The experiment whose data, prior and guide are explained. Raises UsageError for words that change no descriptor
-    and for those that have an option of their own."""
-    found = override(
-        Experiment(),
-        [f"prior={source}", "guide=feddifrc", f"guide.levels={levels}", f"guide.timestep={timesteps[0]}", *words],
-    )
+    and for those that have an option of their own. A prior that says what it was trained on is shown other images of
+    that set."""
+    given = [f"prior={source}", "guide=feddifrc", f"guide.levels={levels}", f"guide.timestep={timesteps[0]}", *words]
+    trained_on = sidecar(source).get("trained_on", EMBEDDED)
+    if trained_on != EMBEDDED and not any(word.startswith(("data=", "data.name=")) for word in words):
+        given = [f"data={trained_on}", "data.half=private", *given]  # photos like those it knows, but none of them
+    found = override(Experiment(), given)
     own = {"guide.timestep": "--timesteps", "guide.levels": "--levels"} | dict.fromkeys(
         ("prior", "prior.name"), "SOURCE"
     )
