@@ -119,6 +119,7 @@ RECIPES: dict[str, Recipe] = {
             "size": 32,
             "trained_on": "cifar10",
             "classes": list(CIFAR10),
+            "guide": {"timestep": 150, "levels": "3"},  # where prompts point to the right class: docs/prior.md
         },
     ),
 }
