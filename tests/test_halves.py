@@ -148,7 +148,7 @@ def test_resizing_moves_no_image_into_the_other_half(tmp_path):
 
 def knowing(monkeypatch, **defaults):
     """A prior that says this of itself, in place of every other."""
-    prior = type("Prior", (), {"name": "p", "defaults": defaults})()
+    prior = type("Prior", (), {"name": "p", "size": 16, "defaults": defaults})()
     monkeypatch.setattr(assemble, "load_prior", lambda choice, device: prior)
     return prior
 
@@ -171,6 +171,10 @@ def test_a_copy_by_any_other_name_is_told_by_classes_and_content(tmp_path, monke
         if np.asarray(Image.open(file)).mean() // 8 % 2 == 0:
             file.unlink()
     assert prior_of("data=mine", f"data.path={private}") is prior  # nothing of it was trained on
+    own = f"data.path={photos(tmp_path / 'own', 'train', side=24)}"
+    assert prior_of("data=mine", own) is prior  # photos of another size are no copy
+    with pytest.raises(UsageError, match="add data.half=private"):
+        prior_of("data=mine", own, "data.size=16")  # but where they are resized, they might be
 
 
 def test_a_prior_that_names_no_classes_or_no_images_is_told_by_name_alone(tmp_path, monkeypatch):
