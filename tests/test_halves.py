@@ -173,7 +173,7 @@ def test_a_copy_by_any_other_name_is_told_by_classes_and_content(tmp_path, monke
     assert prior_of("data=mine", f"data.path={private}") is prior  # nothing of it was trained on
     own = f"data.path={photos(tmp_path / 'own', 'train', side=24)}"
     assert prior_of("data=mine", own) is prior  # photos of another size are no copy
-    with pytest.raises(UsageError, match="add data.half=private"):
+    with pytest.raises(UsageError, match=r"add data\.half=private"):
         prior_of("data=mine", own, "data.size=16")  # but where they are resized, they might be
 
 
