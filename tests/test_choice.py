@@ -130,10 +130,20 @@ def test_in_single_precision_stacked_clients_learn_as_much(tmp_path):
     assert abs(a - b).max() < min(0.02, np.ptp(a))
 
 
-@pytest.mark.parametrize("engine", ["pool", "vectorised"])
-def test_a_guided_run_is_the_same_wherever_its_clients_run(engine, tmp_path):
+@pytest.mark.parametrize(
+    ("engine", "more"),
+    [
+        ("pool", []),
+        ("pool", ["guide.condition=dynamic"]),
+        ("pool", ["guide.anchors=text", "guide.whiten=prompt"]),
+        ("vectorised", []),
+        ("vectorised", ["guide.pairing=official", "guide.reduction=batch_ratio"]),
+        ("vectorised", ["guide.negatives_from=both", "guide.normaliser=mean_distance", "guide.negatives=3"]),
+    ],
+)
+def test_a_guided_run_is_the_same_wherever_its_clients_run(engine, more, tmp_path):
     """Descriptors lie in files that processes find without the diffusion model."""
-    words = ["guide=feddifrc", "rounds=2", "steps=2", "batch_size=8", "clients=4", "cohort=2", "workers=2"]
+    words = [*more, "guide=feddifrc", "rounds=2", "steps=2", "batch_size=8", "clients=4", "cohort=2", "workers=2"]
     runs = [
         run(override(Experiment(), [*words, f"engine={kind}", f"name={kind}"]), tmp_path) for kind in ("serial", engine)
     ]

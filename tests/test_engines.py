@@ -190,6 +190,9 @@ class Here(Desk):
     def close(self):
         pass
 
+    def end(self, deadline):
+        pass
+
 
 @pytest.fixture
 def here(monkeypatch):
@@ -260,6 +263,44 @@ def test_processes_end_when_the_engine_closes_and_can_begin_again(real):
     assert all(gap(a.tree, b.tree) == 0 for a, b in zip(first, second, strict=True))
 
 
+def test_busy_processes_end_together_when_a_round_is_given_up(real, monkeypatch):
+    """Clients of a million steps: whoever closes the engine waits once, not once for each."""
+    monkeypatch.setattr(process, "PATIENCE", 0.2)
+    engine = real(toy.worker(FedAvg(), steps=10**6), toy.federation(), workers=2)
+    good = {"weights": engine.worker.net.init(), "shared": {}}
+    engine.begin()
+    children = [p.child for p in engine.processes]
+    answers = [engine.executor.submit(engine.ask, process.pack(good), "train", k, process.pack({}), 0) for k in (0, 1)]
+    time.sleep(0.5)
+    engine.close()
+    assert [c.returncode for c in children] == [-9, -9]
+    assert all(isinstance(a.exception(), UserError) for a in answers)
+
+
+def test_a_module_beside_the_caller_does_not_stand_in_for_one_of_pythons(real, tmp_path, monkeypatch):
+    (tmp_path / "calendar.py").write_text("raise SystemExit(1)")
+    monkeypatch.chdir(tmp_path)
+    engine = real(toy.worker(FedAvg()), toy.federation(), workers=1)
+    assert len(list(engine.train({"weights": engine.worker.net.init(), "shared": {}}, [0, 1], 0))) == 2
+
+
+def test_no_more_memories_are_at_hand_than_workers_need(here):
+    """A cohort of six on one worker: a client's memory is read when one before it is done."""
+    seen, engine = [], Pool(toy.worker(FedAvg()), toy.federation(), workers=1)
+    ask, gone = engine.ask, []
+
+    def watched(*question):
+        gone.append(1)
+        return ask(*question)
+
+    get = engine.memory.get
+    engine.memory.get = lambda k: (seen.append(len(gone)), get(k))[1]
+    engine.ask = watched
+    list(engine.train({"weights": engine.worker.net.init(), "shared": {}}, range(6), 0))
+    assert len(seen) == 6
+    assert all(i - done <= 2 for i, done in enumerate(seen))
+
+
 def test_a_child_whose_parent_is_gone_ends(tmp_path):
     """A parent that is killed closes no engine; the pipe closes all the same."""
     script = (
@@ -267,11 +308,12 @@ def test_a_child_whose_parent_is_gone_ends(tmp_path):
         "e = Pool(toy.worker(FedAvg()), toy.federation(), workers=1); e.begin()\n"
         "print(e.processes[0].child.pid, flush=True); time.sleep(60)"
     )
-    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=os.environ | path)
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
+    assert not any(tmp_path.iterdir())  # nor do the data stay
     deadline = time.monotonic() + 10
     while (status := Path(f"/proc/{child}/status")).exists() and "zombie" not in status.read_text():
         assert time.monotonic() < deadline, "the child lives on"
@@ -283,7 +325,7 @@ def test_what_only_the_running_script_knows_is_refused(monkeypatch):
         pass
 
     with pytest.raises(UserError, match=r"other processes cannot take this experiment over .*; say engine=serial"):
-        pool.portable(toy.worker(Local()))
+        Pool(toy.worker(Local()), toy.federation(), workers=1)  # before anything is written
     monkeypatch.setattr(Local, "__module__", "__main__")
     with pytest.raises(UserError, match="Local is defined in the script that runs"):
         pool.portable(toy.worker(Local()))

@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -85,4 +86,5 @@ def gap(a, b) -> float:
     """Largest absolute difference between two trees of the same paths."""
     a, b = tree.flatten(a), tree.flatten(b)
     assert a.keys() == b.keys()
-    return max((float((a[k].double() - b[k].double()).abs().max()) for k in a if a[k].numel()), default=0.0)
+    gaps = [float((a[k].double() - b[k].double()).abs().max()) for k in a if a[k].numel()]
+    return float(np.max(gaps)) if gaps else 0.0  # NaN where there is one

@@ -38,6 +38,12 @@ def choose(experiment: Experiment, plain: Serial, cohort: int) -> Choice:
     why = "as asked"
     if kind == "auto":
         kind, why = fitting(experiment, plain, cohort, workers, gpus)
+    guide = plain.worker.guide
+    if kind == "pool" and gpus > 1 and guide is not None and guide.config.condition == "dynamic":
+        raise UserError(
+            "with guide.condition=dynamic every worker needs the diffusion model on its GPU, where engine=pool does not "
+            "bring it; say engine=serial or engine=vectorised"
+        )
     parts = plain.worker, plain.federation, plain.memory
     if kind == "pool":
         devices = [f"cuda:{i}" for i in range(gpus)] or ["cpu"]
@@ -59,7 +65,8 @@ def fitting(experiment: Experiment, plain: Serial, cohort: int, workers: int, gp
     if workers == 1:
         return "serial", "one core"
     if gpus:
-        return "pool", f"{gpus} GPUs"
+        dynamic = plain.worker.guide is not None and plain.worker.guide.config.condition == "dynamic"
+        return ("vectorised", "a prior that stays on one GPU") if dynamic else ("pool", f"{gpus} GPUs")
     sizes = [len(rows) for rows in plain.federation.clients if len(rows)]
     seconds = training_seconds(experiment, plain, sizes, cohort)
     if seconds < WORTH:

@@ -17,7 +17,7 @@ def in_child(what: str, function: Callable[..., Any], *question: Any) -> Any:
     """
     name, module = function.__name__, function.__module__
     done = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import answer; from {module} import {name}; answer({name})"],
+        [sys.executable, "-P", "-c", f"from {__name__} import answer; from {module} import {name}; answer({name})"],
         input=json.dumps(question, default=str),
         capture_output=True,
         text=True,

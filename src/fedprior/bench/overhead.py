@@ -23,7 +23,7 @@ from ..tree import Tree
 from ..uploads import Upload
 from .turns import in_turns
 
-ROUND = ["-c", "import fedprior.run; from fedprior.bench.overhead import first; first()"]
+ROUND = ["-P", "-c", "import fedprior.run; from fedprior.bench.overhead import first; first()"]
 HELP = ["-m", "fedprior.cli", "--help"]
 """Words of processes whose start is timed: until a first round has been taken, with all that a run has loaded by then;
 and until the command line has shown what it can do."""

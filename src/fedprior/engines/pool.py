@@ -4,7 +4,7 @@ import pickle
 import queue
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..local import Worker
 from ..memory import ClientMemory
 from ..tree import Tree
 from ..uploads import Upload
-from .process import Process, Task, pack, save, unpack
+from .process import Process, Task, close, pack, save, unpack
 from .serial import Serial
 
 
@@ -28,7 +28,7 @@ class Pool(Serial):
     """`workers` processes, which live as long as the engine, each with `threads` threads and one of the `devices`.
 
     The client with the most steps goes first; uploads come in the order of ids whatever ends first. Up to a cohort of
-    uploads is held meanwhile.
+    answers is held meanwhile. Raises UserError for a worker that other processes cannot take over.
     """
 
     def __init__(
@@ -43,38 +43,34 @@ class Pool(Serial):
     ) -> None:
         super().__init__(worker, federation, memory)
         self.workers, self.threads, self.devices = workers, threads, devices
+        self.packed = portable(worker)  # at once, so that what cannot travel shows before anything is written
         self.executor: ThreadPoolExecutor | None = None
         self.idle: queue.SimpleQueue[Process] = queue.SimpleQueue()
         self.processes: list[Process] = []
 
     def begin(self) -> ThreadPoolExecutor:
         """Starts the processes, all at once, unless they run already."""
-        if self.executor is None:
-            self.folder = tempfile.TemporaryDirectory(prefix="fedprior-")
-            path = Path(self.folder.name) / "federation.safetensors"
-            rest = save(path, self.federation)
-            packed = portable(self.worker)
-            tasks = [
-                Task(
-                    worker=packed,
-                    data=path,
-                    federation=rest,
-                    device=self.devices[i % len(self.devices)],
-                    threads=self.threads,
-                )
-                for i in range(self.workers)
-            ]
-            self.executor = ThreadPoolExecutor(self.workers)
-            started = [self.executor.submit(Process, task) for task in tasks]
-            wait(started)
-            self.processes = [future.result() for future in started if future.exception() is None]
+        if self.executor is not None:
+            return self.executor
+        self.executor = ThreadPoolExecutor(self.workers)
+        try:
+            with tempfile.TemporaryDirectory(prefix="fedprior-", ignore_cleanup_errors=True) as folder:
+                path = Path(folder) / "federation.safetensors"
+                rest = save(path, self.federation)
+                started = [self.executor.submit(self.hire, path, rest, i) for i in range(self.workers)]
+                wait(started)  # what they have mapped outlives the file, wherever files can be removed while open
             for future in started:
-                if (error := future.exception()) is not None:
-                    self.close()
-                    raise error
-            for process in self.processes:
-                self.idle.put(process)
+                future.result()
+        except BaseException:
+            self.close()
+            raise
         return self.executor
+
+    def hire(self, data: Path, rest: Federation, i: int) -> None:
+        device = self.devices[i % len(self.devices)]
+        task = Task(worker=self.packed, data=data, federation=rest, device=device, threads=self.threads)
+        self.processes.append(process := Process(task))
+        self.idle.put(process)
 
     def ask(self, weights: bytes, *question: Any) -> Any:
         """An idle process's answer to a question about these weights."""
@@ -88,12 +84,22 @@ class Pool(Serial):
     def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload]:
         executor, weights = self.begin(), pack(down)
         steps = {k: self.worker.work(len(self.federation.clients[k]), round, k) for k in cohort}
+        waiting = sorted(cohort, key=lambda k: (steps[k], -k))  # the largest goes first, from the end
         answers: dict[int, Future[Any]] = {}
-        try:
-            for client in sorted(cohort, key=lambda k: (-steps[k], k)):
+
+        def hand_out() -> None:
+            """Keeps every process busy, and no more memories at hand than that takes."""
+            while waiting and sum(not answer.done() for answer in answers.values()) < 2 * self.workers:
+                client = waiting.pop()
                 memory = pack(self.memory.get(client))
                 answers[client] = executor.submit(self.ask, weights, "train", client, memory, round)
+
+        try:
             for client in sorted(cohort):
+                hand_out()
+                while client not in answers or not answers[client].done():
+                    wait([a for a in answers.values() if not a.done()], return_when=FIRST_COMPLETED)
+                    hand_out()
                 try:
                     upload, sent, kept = answers.pop(client).result()
                 except Exception as error:
@@ -114,14 +120,14 @@ class Pool(Serial):
         return summed(self.federation.test, hits, [x for _, own in answers for x in own], len(self.federation.classes))
 
     def close(self) -> None:
-        """Ends the processes."""
-        if self.executor is not None:
-            self.executor.shutdown(wait=False, cancel_futures=True)
-            for process in self.processes:
-                process.close()
-            self.executor.shutdown()
-            self.folder.cleanup()
-            self.executor, self.processes, self.idle = None, [], queue.SimpleQueue()
+        """Ends the processes, also those that are just starting."""
+        if self.executor is None:
+            return
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        close(self.processes)
+        self.executor.shutdown()
+        close(self.processes)  # those that started meanwhile
+        self.executor, self.processes, self.idle = None, [], queue.SimpleQueue()
 
 
 def portable(worker: Worker) -> bytes:

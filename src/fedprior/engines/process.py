@@ -9,6 +9,8 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from ..net import layout
 from ..tree import Tree
 
 LENGTH = 8  # bytes that say how long a message is
+PATIENCE = 5.0  # seconds that busy processes have to end by themselves
 
 
 def pack(value: Tree) -> bytes:
@@ -71,7 +74,7 @@ def save(path: Path, federation: Federation) -> Federation:
 
 def load(task: Task) -> Federation:
     """The whole federation; its columns are the mapped file where they are used on a CPU."""
-    stored, _ = store.read_tree(task.data, copy=False)
+    stored, _ = store.read_tree(task.data, copy=False, check=False)  # written just now by who asks
     rows = tuple(stored["rows"][str(k)] for k in range(len(stored["rows"])))
     whole = replace(task.federation, table=stored["table"], test=stored["test"], clients=rows)
     return whole if task.device == "cpu" else whole.to(torch.device(task.device))
@@ -82,17 +85,21 @@ class Process:
 
     def __init__(self, task: Task) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, "-c", "from fedprior.engines.process import main; main()"],
+            [sys.executable, "-P", "-c", "from fedprior.engines.process import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ
-            | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": str(task.threads)},
+            | {
+                "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+                "OMP_NUM_THREADS": str(task.threads),
+                "TRANSFORMERS_VERBOSITY": "error",  # what it says on import was said here already
+            },
         )
         self.weights: object = None  # the message of weights that it was sent last
         try:
             self.ask("begin", task)
         except BaseException:
-            self.close()
+            close([self])
             raise
 
     def ask(self, *message: Any) -> Any:
@@ -118,16 +125,29 @@ class Process:
             self.weights = weights
 
     def close(self) -> None:
-        if self.child.stdin is not None:
-            with suppress(OSError):  # it was gone already
-                self.child.stdin.close()
+        """No more questions: an idle child ends, a busy one after its answer."""
+        assert self.child.stdin is not None
+        with suppress(OSError):  # it was gone already
+            self.child.stdin.close()
+
+    def end(self, deadline: float) -> None:
+        """Waits for the child until the monotonic clock says `deadline`, then kills it."""
         try:
-            self.child.wait(timeout=5)
+            self.child.wait(timeout=max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:  # in the middle of a client
             self.child.kill()
             self.child.wait()
-        if self.child.stdout is not None:
-            self.child.stdout.close()
+        assert self.child.stdout is not None
+        self.child.stdout.close()
+
+
+def close(processes: Sequence[Process]) -> None:
+    """Ends them all within `PATIENCE`."""
+    for process in processes:
+        process.close()
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        process.end(deadline)
 
 
 class Desk:
