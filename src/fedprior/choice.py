@@ -41,8 +41,8 @@ def choose(experiment: Experiment, plain: Serial, cohort: int) -> Choice:
     guide = plain.worker.guide
     if kind == "pool" and gpus > 1 and guide is not None and guide.config.condition == "dynamic":
         raise UserError(
-            "with guide.condition=dynamic every worker needs the diffusion model on its GPU, where engine=pool does not "
-            "bring it; say engine=serial or engine=vectorised"
+            "with guide.condition=dynamic every worker needs the diffusion model on its GPU, and engine=pool does not "
+            "bring it there; say engine=serial or engine=vectorised"
         )
     parts = plain.worker, plain.federation, plain.memory
     if kind == "pool":
