@@ -162,11 +162,11 @@ def tdcl(z: Tensor, text: Tensor, own: Tensor, group: Tensor, used: Tensor | Non
 
 def misdealt(z: Tensor, text: Tensor, others: Tensor, config: FedDifRC) -> tuple[Tensor, Tensor]:
     """The released code's pairing: row i of the result holds the negatives whose running number is i modulo B."""
-    rows, each = len(z), min(config.negatives, text.shape[1] - 1)  # as `Guide.draw` has it
+    rows, each = len(z), min(config.negatives, text.shape[1] - 1)  # as many as `Guide.draw` marks
     picked = others.int().argsort(dim=1, descending=True, stable=True)[:, :each]
     flat = text.gather(1, picked[:, :, None].expand(-1, -1, text.shape[2])).flatten(0, 1)  # [B each, d], by image
     dealt = flat.view(each, rows, text.shape[2]).transpose(0, 1)
-    return similarity(z, dealt, config), others.new_ones(rows, each)
+    return similarity(z, dealt, config), others.gather(1, picked).flatten().view(each, rows).transpose(0, 1)
 
 
 def ndcr(z: Tensor, noise: Tensor, kind: str) -> Tensor:
