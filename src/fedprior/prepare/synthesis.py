@@ -29,9 +29,7 @@ class Filled(NamedTuple):
     """What `fill` did."""
 
     generated: int  # usable images made now
-    folders: tuple[
-        Path, ...
-    ]  # where the streams' images lie, each once; each opens with datasets.load_dataset(str(folder))
+    folders: tuple[Path, ...]  # of the streams' images, each once; each opens with datasets.load_dataset(str(folder))
 
 
 class Report(NamedTuple):
