@@ -530,7 +530,7 @@ def test_a_class_without_a_name_ends_in_one_line_that_says_where_and_what_to_do(
     with pytest.raises(UserError, match=r"class 1 .*has no name; name it"):
         sources.load("x", path=path)
     path = write(tmp_path / "c.parquet", image=five_images(), label=["p", "p", "p", " ", "q"])
-    with pytest.raises(UserError, match=r"class 0 .*row 3 is the first"):
+    with pytest.raises(UserError, match=r"class 0 .*row 3 of .*c\.parquet is the first"):
         sources.load("x", path=path)
     assert not (store.cache_folder() / "decoded").exists()
 

@@ -4,7 +4,9 @@ decoded here."""
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +38,8 @@ class Rows(NamedTuple):
 
     columns: Any  # pyarrow.Table
     features: Any  # datasets.Features
-    where: str  # for messages
+    where: str  # for messages about all rows
+    at: Callable[[int], str]  # for messages about one: its file, and its number there
 
 
 class Origin(NamedTuple):
@@ -105,13 +108,28 @@ def _parquet(path: Path, files: dict[str, list[Path]]) -> Origin:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        try:
-            columns = pa.concat_tables([pq.ParquetFile(file).read() for file in files[split]])
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"cannot read {_first(files[split])}: {str(error).splitlines()[0]}") from None
-        return Rows(columns, datasets.Features.from_arrow_schema(columns.schema), _first(files[split]))
+        shards: list[Any] = []
+        features: Any = None
+        for file in files[split]:
+            try:
+                shard = pq.ParquetFile(file).read()
+            except (pa.ArrowException, OSError) as error:
+                raise UserError(f"cannot read {file}: {str(error).splitlines()[0]}") from None
+            declared = datasets.Features.from_arrow_schema(shard.schema)
+            if shards and (declared != features or shard.schema != shards[0].schema):  # numbers may be other classes
+                first = files[split][0]
+                raise UserError(f"{file} has other columns or class names than {first}; write both in the same way")
+            features = declared
+            shards.append(shard)
+        starts = list(accumulate(map(len, shards[:-1]), initial=0))
 
-    return Origin(str(path), tuple(files), lambda split: _file_digest(files[split], files[split][0].parent), read)
+        def at(row: int) -> str:
+            shard = bisect_right(starts, row) - 1  # of several that start there, all but the last are empty
+            return f"row {row - starts[shard]} of {files[split][shard]}"
+
+        return Rows(pa.concat_tables(shards), features, _first(files[split]), at)
+
+    return Origin(str(path), tuple(files), lambda split: file_digest(files[split], files[split][0].parent), read)
 
 
 def _saved(path: Path, folders: dict[str, Path]) -> Origin:
@@ -125,7 +143,7 @@ def _saved(path: Path, folders: dict[str, Path]) -> Origin:
         return _from_dataset(found, str(folders[split]))
 
     def digest(split: str) -> str:
-        return _file_digest([f for f in folders[split].rglob("*") if f.is_file()], folders[split])
+        return file_digest([f for f in folders[split].rglob("*") if f.is_file()], folders[split])
 
     return Origin(str(path), tuple(folders), digest, read)
 
@@ -148,9 +166,10 @@ def _class_folders(path: Path) -> Origin:
         images = pa.array([{"bytes": None, "path": str(file)} for file in files[split]], type=struct)
         labels = pa.array([file.relative_to(parts[split]).parts[0] for file in files[split]], type=pa.string())
         features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-        return Rows(pa.table({"image": images, "label": labels}), features, str(parts[split]))
+        at = lambda row: f"row {row} of {parts[split]} ({files[split][row]})"
+        return Rows(pa.table({"image": images, "label": labels}), features, str(parts[split]), at)
 
-    return Origin(str(path), tuple(parts), lambda split: _file_digest(files[split], parts[split]), read)
+    return Origin(str(path), tuple(parts), lambda split: file_digest(files[split], parts[split]), read)
 
 
 def _children(folder: Path) -> list[Path]:
@@ -168,18 +187,22 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _from_dataset(found: Any, where: str) -> Rows:
-    return Rows(found.with_format("arrow")[:], found.features, where)
+    return Rows(found.with_format("arrow")[:], found.features, where, lambda row: f"row {row} of {where}")
 
 
 def _first(files: Sequence[Path]) -> str:
     return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
-def _file_digest(files: Iterable[Path], root: Path) -> str:
+def file_digest(files: Iterable[Path], root: Path) -> str:
+    """A digest of the files' content and of their names below `root`. Raises UserError for one that cannot be read."""
     parts = []
     for file in sorted(files):
-        with file.open("rb") as f:
-            parts += [file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()]
+        try:
+            with file.open("rb") as f:
+                parts += [file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()]
+        except OSError as error:
+            raise UserError(f"cannot read {file} ({error.strerror}); check that it is there and may be read") from None
     return store.digest(*parts)
 
 

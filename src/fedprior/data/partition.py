@@ -639,6 +639,21 @@ class Domains(Scheme):
         return [rows[k * each : (k + 1) * each] for k in range(holders)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sites(Scheme):
+    """Each client is a node with data of its own: nothing is split, and the server holds nothing but test rows."""
+
+    def assign(self, data: Columns, clients: int, rng: np.random.Generator) -> Groups:
+        raise UsageError(
+            "with partition=sites each client's data lie at a node of its own; run it with `fedprior flower run`, or "
+            "name another partition to split the data here"
+        )
+
+    def of(self, clients: int, seed: int) -> Partition:
+        """What a server knows of it."""
+        return Partition(name="sites", clients=(np.empty(0, np.int64),) * clients, rows=0, seed=seed)
+
+
 PARTITIONS: dict[str, Any] = {  # classes of Scheme; their parameters differ, so no type says more
     "iid": Iid,
     "dirichlet": Dirichlet,
@@ -651,4 +666,5 @@ PARTITIONS: dict[str, Any] = {  # classes of Scheme; their parameters differ, so
     "quantity": Quantity,
     "longtail": LongTail,
     "domains": Domains,
+    "sites": Sites,
 }

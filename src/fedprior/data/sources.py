@@ -19,9 +19,10 @@ from torch import Tensor
 from fedprior import store
 from fedprior.data import halves, table
 from fedprior.data.halves import Half
-from fedprior.data.origins import EMBEDDED, Origin, Rows, hub, local, roles
+from fedprior.data.origins import EMBEDDED, TESTS, Origin, Rows, hub, local, roles
 from fedprior.data.table import Table
 from fedprior.errors import UsageError, UserError, unknown
+from fedprior.tree import Tree
 
 TEST_EVERY = 5  # of a set without a test split, this many images of a class (and domain) give one test image
 DECODER = "2"  # goes up when the same files would decode to other values
@@ -97,15 +98,70 @@ def load(
         raise UsageError(f"data={EMBEDDED} ships with fedprior, data.path={path} is another set; name it with data=")
     train, test = roles(origin)
     content = [origin.digest(split) if split else "" for split in (train, test)]
-    key = store.digest(DECODER, _pillow(), *content, image or "", label or "", str(size or ""))
-    file = store.cache_folder() / "decoded" / f"{key}.safetensors"
-    found, built = store.read_or_rebuild(
-        file, lambda file: _read(file, name), lambda: _decode(name, origin, train, test, image, label, size)
-    )
-    if built:
-        _write(file, found)
-    found = replace(found, divided=test is None)
+
+    def decode() -> tuple[Tree, dict[str, Any]]:
+        source = _decode(name, origin, train, test, image, label, size)
+        return {"train": source.train, "test": source.test}, {"classes": source.classes, "domains": source.domains}
+
+    tables, about = cached("decoded", [*content, image or "", label or "", str(size or "")], decode)
+    classes, domains = tuple(about["classes"]), tuple(about["domains"])
+    found = Source(name, tables["train"], tables["test"], classes, domains, divided=test is None)
     return found if half == "all" else found.only(half)
+
+
+def load_test(
+    name: str,
+    *,
+    path: str | Path | None = None,
+    image: str | None = None,
+    label: str | None = None,
+    size: int | None = None,
+) -> Source:
+    """The test rows of a set, as `load` finds them, and no training rows: what a server needs that judges models. A set
+    with one split only is taken whole, whatever it is called; domains are left out.
+
+    Raises what `load` raises, and UserError where none of several splits is a test split.
+    """
+    if path is None and name == EMBEDDED:
+        found = _embedded(image, label, size)
+        return replace(found, train=table.take(found.train, torch.zeros(0, dtype=torch.int64)))
+    origin = hub(name) if path is None else local(Path(path).expanduser())
+    splits = [split for split in TESTS if split in origin.splits] or list(origin.splits)
+    if splits[0] not in TESTS and len(splits) > 1:
+        raise UserError(
+            f"{origin.where} has no split 'test', only {', '.join(splits)}; name the file or folder of test images so"
+        )
+
+    def decode() -> tuple[Tree, dict[str, Any]]:
+        rows = split(origin, splits[0])
+        pictures, column = columns(rows, image, label)
+        numbers, names = labels(rows, column, None)
+        shape = (size, size) if size is not None else _commonest_size(rows, pictures)
+        return {"test": table.make(pixels(rows, pictures, shape), numbers)}, {
+            "classes": _classes(names, numbers, rows, column)
+        }
+
+    tables, about = cached(
+        "decoded", ["test", origin.digest(splits[0]), image or "", label or "", str(size or "")], decode
+    )
+    none = table.take(tables["test"], torch.zeros(0, dtype=torch.int64))
+    return Source(name, none, tables["test"], tuple(about["classes"]))
+
+
+def cached(
+    folder: str, key: Sequence[str], decode: Callable[[], tuple[Tree, dict[str, Any]]], mode: int = 0o777
+) -> tuple[Tree, dict[str, Any]]:
+    """Tables and JSON values about them, as `decode` makes them from what `key` says. They are kept in that folder of
+    the cache, which is made with `mode`."""
+    file = store.cache_folder() / folder / f"{store.digest(DECODER, _pillow(), *key)}.safetensors"
+    found, built = store.read_or_rebuild(file, store.read_tree, decode)
+    if built:
+        try:
+            file.parent.mkdir(mode=mode, parents=True, exist_ok=True)
+            store.write_tree(file, *found)
+        except OSError as error:
+            raise UserError(f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space") from None
+    return found
 
 
 def _embedded(image: str | None, label: str | None, size: int | None) -> Source:
@@ -120,35 +176,52 @@ def _embedded(image: str | None, label: str | None, size: int | None) -> Source:
 def _decode(
     name: str, origin: Origin, train: str, test: str | None, image: str | None, label: str | None, size: int | None
 ) -> Source:
-    rows = origin.read(train)
-    image, label = _image_column(rows, image), _label_column(rows, image, label)
-    labels, names = _labels(rows, label, None)
+    rows = split(origin, train)
+    image, label = columns(rows, image, label)
+    numbers, names = labels(rows, label, None)
     shape = (size, size) if size is not None else _commonest_size(rows, image)
-    classes = _readable(names, labels, rows, label)
+    classes = _classes(names, numbers, rows, label)
     domains = _domains(rows)
     if test is None:
         known = sorted(set(domains or ()))
-        whole = table.make(_pixels(rows, image, shape), labels, domain=_coded(domains, known))
-        held_out = _every_fifth(labels, domains, _encoded(rows.columns[image]))
+        whole = table.make(pixels(rows, image, shape), numbers, domain=_coded(domains, known))
+        held_out = _every_fifth(numbers, domains, _encoded(rows.columns[image]))
         if not held_out.any():
             raise UserError(f"{rows.where} has too few images for a test split; add a file or folder named test")
         kept, taken = (table.take(whole, torch.nonzero(mask)[:, 0]) for mask in (~held_out, held_out))
         return Source(name, kept, taken, classes, tuple(known))
-    others = origin.read(test)
+    others = split(origin, test)
     for kind, column in (("image column", image), ("label column", label)):
         _known(others, kind, column)
-    other_labels, _ = _labels(others, label, names)
+    other_numbers, _ = labels(others, label, names)
     other_domains = _domains(others)
     known = sorted({*(domains or ()), *(other_domains or ())})
     return Source(
         name,
-        table.make(_pixels(rows, image, shape), labels, domain=_coded(domains, known)),
+        table.make(pixels(rows, image, shape), numbers, domain=_coded(domains, known)),
         table.make(
-            _pixels(others, image, shape), other_labels, domain=_coded(other_domains, known), first_id=len(labels)
+            pixels(others, image, shape), other_numbers, domain=_coded(other_domains, known), first_id=len(numbers)
         ),
         classes,
         tuple(known),
     )
+
+
+def split(origin: Origin, name: str) -> Rows:
+    """A split that has rows. Raises UserError for one that has none and for files that cannot be read."""
+    rows = origin.read(name)
+    if not len(rows.columns):
+        raise UserError(f"{rows.where} has no rows; give data that have some")
+    return rows
+
+
+def columns(rows: Rows, image: str | None, label: str | None) -> tuple[str, str]:
+    """The columns of the images and of the labels: those that are named, else those that the features tell.
+
+    Raises UsageError for a column that is not there, UserError where none or several could be meant.
+    """
+    image = _image_column(rows, image)
+    return image, _label_column(rows, image, label)
 
 
 def _known(rows: Rows, kind: str, column: str) -> str:
@@ -205,17 +278,19 @@ def _is_binary(kind: Any) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _labels(rows: Rows, column: str, expected: Sequence[str] | None) -> tuple[Tensor, Sequence[str]]:
-    """Labels int64 [n] and the class names; `expected` are those of the training split."""
-    import datasets
+def labels(rows: Rows, column: str, expected: Sequence[str] | None) -> tuple[Tensor, Sequence[str]]:
+    """Each row's number int64 [n] within the class names, and these, as written: `expected`, which are those of the
+    training split, else the declared ones, else the sorted texts or the numbers up to the largest.
+
+    Raises UserError, with file and row, for a row without a label and one that no name belongs to, and for a column
+    that holds neither text nor whole numbers.
+    """
     import pyarrow as pa
 
-    values, feature = rows.columns[column], rows.features[column]
-    if len(values) == 0:
-        raise UserError(f"{rows.where} has no rows; give a split that has some")
+    values = rows.columns[column]
     if values.null_count:
         row = values.is_null().to_pylist().index(True)
-        raise UserError(f"row {row} of {rows.where} has no '{column}'; add it or drop the row")
+        raise UserError(f"{rows.at(row)} has no '{column}'; add it or drop the row")
     if _is_text(values.type):
         words = values.to_pylist()
         names = sorted(set(words)) if expected is None else expected
@@ -223,7 +298,7 @@ def _labels(rows: Rows, column: str, expected: Sequence[str] | None) -> tuple[Te
         coded = np.array([number.get(word, -1) for word in words], dtype=np.int64)
     elif pa.types.is_integer(values.type):
         words = coded = values.to_numpy().astype(np.int64)
-        own = feature.names if isinstance(feature, datasets.ClassLabel) else None
+        own = declared(rows, column)
         if own and expected is not None and list(own) != list(expected):
             raise UserError(f"the classes of {rows.where} are not those of the training split; use one list for both")
         names = expected or own or [str(i) for i in range(int(coded.max()) + 1)]
@@ -235,19 +310,32 @@ def _labels(rows: Rows, column: str, expected: Sequence[str] | None) -> tuple[Te
     outside = np.flatnonzero((coded < 0) | (coded >= len(names)))
     if len(outside):
         raise UserError(
-            f"row {outside[0]} of {rows.where} has {column} {words[outside[0]]!s}, which is not one of the "
+            f"{rows.at(outside[0])} has {column} {words[outside[0]]!s}, which is not one of the "
             f"{len(names)} classes; correct it or drop the row"
         )
     return torch.from_numpy(coded), names
 
 
-def _readable(names: Sequence[str], labels: Tensor, rows: Rows, column: str) -> tuple[str, ...]:
-    """The class names as a person writes them. Prompts are made of them, so each class needs one."""
-    classes = tuple(name.replace("_", " ").strip() for name in names)
+def declared(rows: Rows, column: str) -> Sequence[str] | None:
+    """The class names that a column's features give to its numbers; None where they give none."""
+    import datasets
+
+    feature = rows.features[column]
+    return feature.names if isinstance(feature, datasets.ClassLabel) else None
+
+
+def readable(name: str) -> str:
+    """A class name as a person writes it."""
+    return name.replace("_", " ").strip()
+
+
+def _classes(names: Sequence[str], numbers: Tensor, rows: Rows, column: str) -> tuple[str, ...]:
+    """The readable class names. Prompts are made of them, so each class needs one."""
+    classes = tuple(map(readable, names))
     if "" in classes:
         blank = classes.index("")
-        held = torch.nonzero(labels == blank).flatten().tolist()
-        seen = f" (row {held[0]} is the first that has it)" if held else ""
+        held = torch.nonzero(numbers == blank).flatten().tolist()
+        seen = f" ({rows.at(held[0])} is the first that has it)" if held else ""
         raise UserError(
             f"class {blank} in column '{column}' of {rows.where} has no name{seen}; name it, drop its rows or choose "
             "another column with data.label="
@@ -271,7 +359,7 @@ def _domains(rows: Rows) -> list[str] | None:
         if numbered and value is not None:
             value = feature.names[value] if 0 <= value < len(feature.names) else None
         if value is None or not str(value).strip():
-            raise UserError(f"row {row} of {rows.where} has no 'domain'; add it, drop the row or rename the column")
+            raise UserError(f"{rows.at(row)} has no 'domain'; add it, drop the row or rename the column")
         out.append(str(value))
     return out
 
@@ -282,13 +370,13 @@ def _coded(domains: list[str] | None, names: list[str]) -> Tensor | None:
     return None if domains is None else torch.tensor([number[name] for name in domains], dtype=torch.int64)
 
 
-def _every_fifth(labels: Tensor, domains: list[str] | None, images: Iterator[bytes | str | None]) -> Tensor:
+def _every_fifth(numbers: Tensor, domains: list[str] | None, images: Iterator[bytes | str | None]) -> Tensor:
     """Which rows are test rows, bool [n]: the last of every five images of a class (and domain), in order. An image
     that comes again goes where it went first, so that no part knows images of the other."""
-    groups = zip(labels.tolist(), domains or [""] * len(labels), strict=True)
+    groups = zip(numbers.tolist(), domains or [""] * len(numbers), strict=True)
     seen: Counter[tuple[int, str]] = Counter()
     part: dict[bytes, bool] = {}  # of the images so far
-    out = torch.zeros(len(labels), dtype=torch.bool)
+    out = torch.zeros(len(numbers), dtype=torch.bool)
     for row, (group, image) in enumerate(zip(groups, images, strict=True)):
         assert image is not None  # it was decoded before
         content = hashlib.sha256(image if isinstance(image, bytes) else Path(image).read_bytes()).digest()
@@ -319,16 +407,17 @@ def _opened(rows: Rows, column: str, use: Callable[[int, Any], None]) -> None:
 
     for row, encoded in enumerate(_encoded(rows.columns[column])):
         if encoded is None:
-            raise UserError(f"row {row} of {rows.where} has no image; drop the row")
+            raise UserError(f"{rows.at(row)} has no image; drop the row")
         try:
             with Image.open(BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
                 use(row, image)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            file = f" ({encoded})" if isinstance(encoded, str) else ""
+            place = rows.at(row)
+            file = f" ({encoded})" if isinstance(encoded, str) and encoded not in place else ""
             known = not isinstance(error, UnidentifiedImageError)
             reason = str(error).partition("\n")[0] if known else "it is not an image"
             raise UserError(
-                f"the image in row {row} of {rows.where}{file} cannot be decoded: {reason}; replace it or drop the row"
+                f"the image in {place}{file} cannot be decoded: {reason}; replace it or drop the row"
             ) from None
 
 
@@ -338,8 +427,9 @@ def _commonest_size(rows: Rows, column: str) -> Size:
     return max(sizes, key=lambda size: (sizes[size], size[0] * size[1], size))
 
 
-def _pixels(rows: Rows, column: str, size: Size) -> Tensor:
-    """All images, uint8 [n, 3, H, W]."""
+def pixels(rows: Rows, column: str, size: Size) -> Tensor:
+    """All images in RGB and fitted to the size, uint8 [n, 3, H, W]. Raises UserError, with file and row, for one that
+    cannot be decoded."""
     out = np.empty((len(rows.columns), 3, size[1], size[0]), dtype=np.uint8)
 
     def put(row: int, image: Any) -> None:
@@ -371,16 +461,3 @@ def _pillow() -> str:
     import PIL
 
     return PIL.__version__
-
-
-def _write(file: Path, source: Source) -> None:
-    about = {"classes": source.classes, "domains": source.domains}
-    try:
-        store.write_tree(file, {"train": source.train, "test": source.test}, about)
-    except OSError as error:
-        raise UserError(f"cannot write the cache ({error}); set FEDPRIOR_CACHE to a folder with space") from None
-
-
-def _read(file: Path, name: str) -> Source:
-    tables, about = store.read_tree(file)
-    return Source(name, tables["train"], tables["test"], tuple(about["classes"]), tuple(about["domains"]))

@@ -105,6 +105,13 @@ class Federation:
         clients = tuple(torch.cat([old, new + offset]) for old, new in zip(self.clients, rows, strict=True))
         return replace(self, table=concat(self.table, extra), clients=clients)
 
+    def only(self, clients: Sequence[int]) -> "Federation":
+        """With these clients' rows alone; the others have none."""
+        mine = [rows if k in clients else rows[:0] for k, rows in enumerate(self.clients)]
+        used, where = torch.cat(mine).unique(return_inverse=True)
+        parts = where.split([len(rows) for rows in mine])
+        return replace(self, table=take(self.table, used), clients=tuple(parts))
+
     def to(self, device: torch.device) -> "Federation":
         def move(table: Table) -> Table:
             return {name: column.to(device) for name, column in table.items()}
