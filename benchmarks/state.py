@@ -30,7 +30,7 @@ from fedprior.method import Method
 from fedprior.methods import FedAvg, Moon, Scaffold
 from fedprior.net import Net
 from fedprior.optim import AdamW
-from fedprior.record import weight_digest
+from fedprior.store import weight_digest
 from fedprior.traffic import Traffic
 
 BOUNDS = ("0", "100", "inf")  # MB

@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_on_the_way_is_one_line(capsys, tmp_path, monkeypat
     from fedprior import store
     from fedprior.priors import check
 
-    def full(path):
+    def full(*given):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store, "atomic", full)

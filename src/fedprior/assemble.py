@@ -228,22 +228,26 @@ def balance(
     device: torch.device,
     progress: Progress,
     prior: DiffusionPrior | None = None,
+    clients: Sequence[int] | None = None,
 ) -> tuple[Federation, Report]:
-    """The federation with the synthetic rows that the experiment's balance asks for, real rows aligned as it says."""
+    """The federation with the synthetic rows that the experiment's balance asks for, real rows aligned as it says.
+    With `clients`, only those get rows, and the others have none: the same rows as if all were there."""
     assert experiment.balance is not None
     prior = prior or prior_for(experiment, federation, device)
     policy = experiment.balance
     folder = image_folder(experiment, federation, prior)
+    wanted = synthesis.needs(federation, folder.wording, policy, experiment.seed)
+    if clients is not None:
+        wanted = wanted.of(clients)
     words = folder.wording.prompts()
     if cut := prior.truncated(words):
         progress.say(
             f"{len(cut)} of {len(words)} prompts are longer than {prior.name} reads, such as '{cut[0]}', and are cut; "
             "balance.templates=single is the shortest"
         )
-    wanted = synthesis.needs(federation, folder.wording, policy, experiment.seed).images
-    with images_task(progress, f"images from {prior.name}", wanted) as told:
+    with images_task(progress, f"images from {prior.name}", wanted.images) as told:
         own = client_folders(experiment, federation, folder, progress)
-        balanced, report = synthesis.synthesise(federation, folder, policy, own=own, progress=told)
+        balanced, report = synthesis.deal(wanted, folder, own=own, progress=told)
     if policy.align != "none":
         real = int((~balanced.table["synthetic"]).sum())
         with images_task(progress, f"real rows aligned by {prior.name}", real) as told:
@@ -311,13 +315,23 @@ def build_engine(
     guide: Guide | None = None,
 ) -> tuple[Serial, int]:
     """-> (engine, cohort size). Where all data lie in one place, one worker takes the whole cohort's steps."""
+    worker = build_worker(experiment, net, federation, guide)
+    cohort = 1 if experiment.method.pooled else experiment.cohort
+    engine = Serial(worker, gathered(experiment, federation), memory)
+    if not engine.clients:
+        raise UserError("no client holds any data; lower clients= or raise partition.min_size")
+    if cohort > len(engine.clients):
+        raise UserError(f"cohort={cohort}, but only {len(engine.clients)} clients hold data; lower cohort")
+    return engine, cohort
+
+
+def build_worker(experiment: Experiment, net: Net, federation: Federation, guide: Guide | None = None) -> Worker:
+    """What trains any of the federation's clients."""
     method = experiment.method
-    steps, epochs, cohort = experiment.steps, experiment.epochs, experiment.cohort
+    steps, epochs = experiment.steps, experiment.epochs
     if method.pooled:
         steps, epochs = cohort_steps(experiment, federation), None
-        cohort = 1
-    federation = gathered(experiment, federation)
-    worker = Worker(
+    return Worker(
         net=net,
         method=method,
         optimizer=experiment.local,
@@ -335,12 +349,6 @@ def build_engine(
         guide=guide,
         seed=experiment.seed,
     )
-    engine = Serial(worker, federation, memory)
-    if not engine.clients:
-        raise UserError("no client holds any data; lower clients= or raise partition.min_size")
-    if cohort > len(engine.clients):
-        raise UserError(f"cohort={cohort}, but only {len(engine.clients)} clients hold data; lower cohort")
-    return engine, cohort
 
 
 def set_up(experiment: Experiment) -> torch.device:

@@ -102,6 +102,9 @@ class Inbox:
 
     def sift(self, engine: Engine, down: Tree, cohort: list[int], round: int) -> Iterator[tuple[Tree, float]]:
         for upload in engine.train(down, cohort, round):
+            if isinstance(upload, Refusal):
+                self.refused.append(upload)
+                continue
             if self.traffic:
                 self.traffic.received(upload.tree)
             if refusal := check(upload, self.expected, self.max_norm):

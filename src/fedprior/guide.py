@@ -12,7 +12,7 @@ paper leaves open and what its released code does otherwise.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from .errors import UsageError
 from .method import Context
 from .net import Output
 from .nets.heads import shape_of_head
-from .prepare.describe import Describer
+from .prepare.describe import Describer, Item
 from .priors import prompts
 from .priors.base import Prior
 from .priors.class_names import tiny_imagenet
@@ -197,9 +197,26 @@ class Revision(NamedTuple):
 class Known:
     """What is known of a prior where it is not at hand: enough to find what it made."""
 
-    def __init__(self, prior: Prior) -> None:
+    name: str
+    revision: str
+    size: int
+    settings: dict[str, Any]
+    level_widths: dict[int, int]
+
+    def __init__(self, prior: "Prior | Known") -> None:
         self.name, self.revision, self.size = prior.name, prior.revision, prior.size
-        self.settings, self.level_widths = prior.settings, prior.level_widths
+        self.settings, self.level_widths = dict(prior.settings), prior.level_widths
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON values."""
+        return vars(self) | {"level_widths": [[level, n] for level, n in self.level_widths.items()]}
+
+    @classmethod
+    def of(cls, facts: dict[str, Any]) -> "Known":
+        """What `facts` was said of."""
+        made = cls.__new__(cls)
+        vars(made).update(facts | {"level_widths": dict(facts["level_widths"])})
+        return made
 
 
 @dataclass(kw_only=True)
@@ -287,26 +304,42 @@ class Guide:
 
     def describe(self, federation: Federation, progress: Progress) -> int:
         """Computes the descriptors that clients lack -> of how many images."""
+        items, missing = self.find(federation)
+        if missing:
+            with progress.task(f"descriptors by {self.prior.name}", len(missing)) as update:
+                self.describer.fill(items, missing, federation.table["image"], lambda done: update(done, ""))
+        return len(missing)
+
+    def find(self, federation: Federation) -> tuple[list[list[Item]], list[Item]]:
+        """Notes which descriptors the clients' rows have -> (those, the ones among them that are not there)."""
         if self.config.condition == "dynamic" or not self.prompts_of(bytes(8), 0):
-            return 0
+            return [], []
         clients = [k for k, rows in enumerate(federation.clients) if len(rows)]
         items = self.describer.items([federation.shard(k) for k in clients])
-        missing = self.describer.missing(items)
-        with progress.task(f"descriptors by {self.prior.name}", len(missing)) as update:
-            self.describer.fill(items, missing, federation.table["image"], lambda done: update(done, ""))
         self._keys = {k: [item.key for item in own] for k, own in zip(clients, items, strict=True)}
-        return len(missing)
+        return items, self.describer.missing(items)
 
     def settled(self) -> "Guide":
         """A guide for another process: without the diffusion model, where all descriptors lie in files by now."""
         if self.config.condition == "dynamic":
             return self
-        if self.config.anchors != "diffusion":
-            self.anchors()
-        prior = cast(Prior, Known(self.prior))
-        encoder = cast(ImageEncoder, Revision(self.encoder.revision)) if self.encoder else None
-        guide = Guide(config=self.config, prior=prior, classes=self.classes, encoder=encoder)
-        guide._keys, guide._anchors = self._keys, self._anchors
+        guide = Guide.of(self.config, self.classes, *self.essence())
+        guide._keys = self._keys
+        return guide
+
+    def essence(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a process that has the descriptors' files must know besides, as JSON values and tensors; see `of`."""
+        facts = {"prior": Known(self.prior).facts(), "encoder": self.encoder.revision if self.encoder else None}
+        return facts, {} if self.config.anchors == "diffusion" else {"anchors": self.anchors()}
+
+    @classmethod
+    def of(
+        cls, config: FedDifRC, classes: tuple[str, ...], facts: dict[str, Any], tensors: Mapping[str, Tensor]
+    ) -> "Guide":
+        """A guide without the diffusion model, from another one's `essence`."""
+        encoder = cast(ImageEncoder, Revision(facts["encoder"])) if facts["encoder"] else None
+        guide = cls(config=config, prior=cast(Prior, Known.of(facts["prior"])), classes=classes, encoder=encoder)
+        guide._anchors = tensors.get("anchors")
         return guide
 
     # on the client, before its local training

@@ -109,7 +109,7 @@ def allotted(experiment: Experiment, federation: Federation) -> Allotted:
     synthetic, images, pools = real * 0, 0, np.zeros(len(federation.classes), np.int64)
     if experiment.balance is not None:
         words = assemble.wording(experiment, federation)
-        kept, needed, _ = needs(federation, words, experiment.balance, experiment.seed)
+        kept, needed, *_ = needs(federation, words, experiment.balance, experiment.seed)
         real, synthetic, images = kept.counts(synthetic=False), needed.by_class, needed.images
         if experiment.balance.pool == "shared" and not needed.domains:
             pools = needed.pool_sizes  # the server takes the first images of shared pools

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from . import environment, store, tree
+from . import environment, store
 from .config import Experiment, to_toml
 from .errors import UserError
 from .tree import Tree
@@ -200,11 +200,3 @@ def free_folder(root: Path, name: str) -> Path:
     while os.path.lexists(folder := root / (name if n == 1 else f"{name}-{n}")):  # a dangling link is in use too
         n += 1
     return folder
-
-
-def weight_digest(weights: Tree) -> str:
-    """SHA-256 over names and values of all tensors: equal digests mean equal models."""
-    parts: list[bytes | str] = []
-    for name, x in sorted(tree.flatten(weights).items()):
-        parts += [name, store.raw_bytes(x)]
-    return store.digest(*parts)

@@ -4,12 +4,12 @@ import errno
 import time
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from . import __version__, assemble, resume
+from . import __version__, assemble, resume, store
 from .checkpoint import Checkpoints, State
 from .choice import choose
 from .config import CHOICES, Experiment
@@ -22,11 +22,11 @@ from .evaluate import Evaluation, accuracy_by_client, client_accuracies, embed
 from .federate import RoundResult, begin, federate
 from .memory import ClientMemory
 from .method import Server
-from .prepare.synthesis import Report
 from .probe import knn, linear_head
 from .progress import Progress, Silent
-from .record import Record, metrics, weight_digest
+from .record import Record, metrics
 from .report import html, load, summary
+from .store import weight_digest
 from .traffic import MB, Traffic
 
 EXAMPLES = 8  # images of each class kept for the report
@@ -43,10 +43,18 @@ class Prepared(NamedTuple):
     partition: Partition
     federation: Federation  # on the CPU, with synthetic rows
     images: Table | None  # the prior's, for the server
-    synthesis: Report | None
+    synthetic_rows: int | None  # at all clients; None where that is not known
     engine: Serial
     cohort: int
     why: str  # this engine
+
+
+class Prepare(Protocol):
+    """How a run comes by what it needs."""
+
+    def __call__(
+        self, experiment: Experiment, device: torch.device, memory: ClientMemory, progress: Progress
+    ) -> Prepared: ...
 
 
 def default_name(experiment: Experiment) -> str:
@@ -57,12 +65,18 @@ def default_name(experiment: Experiment) -> str:
     return "+".join(["-".join(parts), *extra])
 
 
-def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | None = None) -> Outcome:
+def run(
+    experiment: Experiment,
+    root: Path = Path("runs"),
+    progress: Progress | None = None,
+    preparing: Prepare | None = None,
+) -> Outcome:
     """Train, evaluate, record. A run directory that `experiment.name` names is continued where it stopped; when it is
     done already, its result is returned.
 
     What is wrong with settings, data, prior or net shows before the first line is written, and then leaves no
-    directory behind; a run that fails later says so in its manifest.
+    directory behind; a run that fails later says so in its manifest. Where clients live elsewhere, `preparing` says how
+    they are reached.
     """
     progress, root = progress or Silent(), Path(root)
     if not experiment.name and (hint := resume.unfinished(root, experiment)):
@@ -81,7 +95,7 @@ def run(experiment: Experiment, root: Path = Path("runs"), progress: Progress | 
         record.reserve()
         try:
             memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
-            ready = prepare(experiment, device, memory, progress)
+            ready = (preparing or prepare)(experiment, device, memory, progress)
             with closing(ready.engine):
                 return carry_out(ready, record, progress, began)
         except BaseException as error:
@@ -113,22 +127,18 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
         progress.say(
             f"classes such as '{real.classes[0]}' are taken for digits, so augment=true does not mirror images"
         )
-    federation, synthesis = real, None
+    federation, rows = real, 0
     if experiment.balance is not None:
-        federation, synthesis = assemble.balance(experiment, real, device, progress, prior)
-        progress.say(
-            f"{synthesis.rows} synthetic rows at {len(real.clients)} clients from {synthesis.generated} new and "
-            f"{synthesis.reused} stored images"
-            + (f"; filters removed {synthesis.removed}" if synthesis.removed else "")
-            + (f"; {synthesis.dropped} real rows dropped" if synthesis.dropped else "")
-        )
+        federation, report = assemble.balance(experiment, real, device, progress, prior)
+        rows = report.rows
+        progress.say(f"{rows} synthetic rows at {len(real.clients)} clients from {report.origin}")
     images = assemble.images_for_server(experiment, real, device, progress, prior)
     if guide is not None:
         guide.describe(assemble.gathered(experiment, federation), progress)
     plain, cohort = assemble.build_engine(experiment, net, federation.to(device), memory, guide)
     engine, why = choose(experiment, plain, cohort)
     progress.say(why)
-    return Prepared(parts, federation, images, synthesis, engine, cohort, why)
+    return Prepared(parts, federation, images, rows, engine, cohort, why)
 
 
 def carry_out(ready: Prepared, record: Record, progress: Progress, began: float) -> Outcome:
@@ -166,7 +176,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
         "preparation_seconds": round(prepared, 3),
         "target": experiment.target,
         "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
-        "synthetic_rows": ready.synthesis.rows if ready.synthesis else 0,
+        "synthetic_rows": ready.synthetic_rows,
         "weights": digest(engine, server),
         "engine": ready.why.partition(":")[0].removeprefix("engine="),
         "directory": str(folder),
@@ -221,8 +231,9 @@ def train(
 
 def digest(engine: Serial, server: Server) -> str:
     """Of the global model, and of what each client keeps to itself."""
-    own = {str(k): engine.memory.get(k)["kept"] for k in engine.memory if engine.worker.kept}
-    return weight_digest(server.weights | ({"clients": own} if own else {}))
+    own = engine.kept()
+    whole = weight_digest(server.weights)
+    return store.digest(whole, *(f"{k} {own[k]}" for k in sorted(own))) if own else whole
 
 
 def metrics_line(outcome: RoundResult, scores: dict[str, Any], traffic: Traffic) -> dict[str, Any]:
@@ -276,10 +287,10 @@ class Judge:
         worker = self.engine.worker
         if not worker.kept:
             weights = self.deployed(server)
-            seen = [self.evaluate(weights)]
+            seen = [self.engine.evaluate(weights)]
             self.rates = seen[0].per_class
             return self.summarise(seen, self.counts) | self.neighbours(weights)
-        seen = [self.client(k, server) for k in self.engine.clients]
+        seen = self.everyone(server)
         self.rates = np.stack([e.per_class for e in seen])
         ids = list(self.engine.clients)
         return self.summarise(seen, self.counts if worker.method.pooled else self.counts[ids])
@@ -305,20 +316,23 @@ class Judge:
             return {"knn": None}
         return {"knn": knn(bank, self.rows["label"], asked, self.test["label"])}
 
-    def client(self, client: int, server: Server) -> Evaluation:
-        """With a client's own weights. Nothing is evaluated again that cannot have changed."""
-        version = self.engine.memory.index.get(client)
-        shares = any(server.weights.values())  # has the server any part of the model?
-        if version is None and not shares and client not in self.own:
-            twin = next((e for v, e in self.own.values() if v is None), None)  # all begin with the same weights
-            if twin is not None:
-                self.own[client] = None, twin
-        if shares or client not in self.own or self.own[client][0] != version:
-            self.own[client] = version, self.evaluate(self.engine.start(client, server.weights))
-        return self.own[client][1]
-
-    def evaluate(self, weights: dict[str, Any]) -> Evaluation:
-        return self.engine.evaluate(weights)
+    def everyone(self, server: Server) -> list[Evaluation]:
+        """With each client's own weights. Nothing is evaluated again that cannot have changed."""
+        versions = {k: self.engine.memory.index.get(k) for k in self.engine.clients}
+        stale = [k for k, version in versions.items() if k not in self.own or self.own[k][0] != version]
+        if any(server.weights.values()):  # the server has a part of every model
+            stale = list(versions)
+            first: list[int] = []
+        else:
+            first = [k for k in stale if versions[k] is None]  # all begin with the same weights
+            known = next((e for v, e in self.own.values() if v is None), None)
+        asked = [k for k in stale if k not in first] + (first[:1] if first and known is None else [])
+        found = self.engine.personal(sorted(asked), server.weights)
+        if first:
+            twin = known or found[first[0]]
+            found |= dict.fromkeys(first, twin)
+        self.own |= {k: (versions[k], found[k]) for k in stale}
+        return [self.own[k][1] for k in self.engine.clients]
 
     def summarise(self, seen: list[Evaluation], counts: np.ndarray) -> dict[str, Any]:
         assert self.rates is not None

@@ -25,7 +25,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def atomic(path: Path) -> Iterator[Path]:
+def atomic(path: Path, mode: int = 0o644) -> Iterator[Path]:
     """Yields a temporary path beside `path`; when the block ends well, it becomes `path` in one step.
 
     The file is flushed to disk first. When the block raises, nothing at `path` changes and the
@@ -39,7 +39,7 @@ def atomic(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb+") as f:
             os.fsync(f.fileno())
-        temporary.chmod(0o644)
+        temporary.chmod(mode)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -54,8 +54,8 @@ def sweep(folder: Path, older: float = 0.0) -> None:
                 path.unlink()
 
 
-def write_text(path: Path, text: str) -> None:
-    with atomic(path) as temporary:
+def write_text(path: Path, text: str, mode: int = 0o644) -> None:
+    with atomic(path, mode) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -116,6 +116,39 @@ def read_or_rebuild(path: Path, read: Callable[[Path], T], build: Callable[[], T
 
 def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -> None:
     """A tree of tensors and JSON values about it as one safetensors file with a digest inside."""
+    flat = _laid_out(value)
+    note = json.dumps(about or {}, allow_nan=False)
+    save_tensors(flat, path, {"about": note, "order": _order(flat), "digest": _tree_digest(flat, note)})
+
+
+def tree_bytes(value: "Tree") -> bytes:
+    """A tree as the content of a safetensors file, for a message."""
+    from safetensors.torch import save
+
+    flat = _laid_out(value)
+    return save(flat, {"order": _order(flat)})
+
+
+def tree_from(data: bytes) -> "Tree":
+    """What `tree_bytes` made it of. Raises ValueError for anything else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    from . import tree
+
+    try:
+        length = int.from_bytes(data[:8], "little")
+        order = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["order"])
+        flat = load(data)
+        if sorted(order) != sorted(flat):
+            raise ValueError("its order names other tensors")
+        return tree.unflatten({name: flat[name] for name in order})
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"no tree: {error}") from None
+
+
+def _laid_out(value: "Tree") -> "dict[str, Tensor]":
+    """A tree's tensors as the format wants them."""
     from . import tree
 
     flat: dict[str, Tensor] = {}
@@ -125,9 +158,12 @@ def write_tree(path: Path, value: "Tree", about: dict[str, Any] | None = None) -
         if flat[name].untyped_storage().data_ptr() in seen:  # the format knows no shared tensors
             flat[name] = flat[name].clone()
         seen.add(flat[name].untyped_storage().data_ptr())
-    note = json.dumps(about or {}, allow_nan=False)
-    order = json.dumps(list(flat))  # the file has an order of its own, and sums depend on ours
-    save_tensors(flat, path, {"about": note, "order": order, "digest": _tree_digest(flat, note)})
+    return flat
+
+
+def _order(flat: "dict[str, Tensor]") -> str:
+    """The format has an order of its own, and sums depend on ours."""
+    return json.dumps(list(flat))
 
 
 def read_tree(path: Path, copy: bool = True, check: bool = True) -> tuple["Tree", dict[str, Any]]:
@@ -160,6 +196,16 @@ def _tree_digest(flat: "dict[str, Tensor]", note: str) -> str:
         _add(h, f"{name} {x.dtype} {list(x.shape)}")
         _add(h, _flat_bytes(x))
     return h.hexdigest()
+
+
+def weight_digest(weights: "Tree") -> str:
+    """SHA-256 over names and values of all tensors: equal digests mean equal models."""
+    from . import tree
+
+    parts: list[bytes | str] = []
+    for name, x in sorted(tree.flatten(weights).items()):
+        parts += [name, raw_bytes(x)]
+    return digest(*parts)
 
 
 def raw_bytes(x: "Tensor") -> bytes:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from ..tree import Tree
-from ..uploads import Upload
+from ..uploads import Refusal, Upload
 
 
 class Engine(Protocol):
@@ -18,8 +18,8 @@ class Engine(Protocol):
         """All clients, with or without data."""
         ...
 
-    def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload]:
-        """One upload a client of the cohort, in ascending order of ids."""
+    def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload | Refusal]:
+        """One upload a client of the cohort, or why there is none, in ascending order of ids."""
         ...
 
     def commit(self, accepted: Sequence[int], round: int) -> None:

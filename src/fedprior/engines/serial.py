@@ -6,8 +6,9 @@ from ..data.table import Federation
 from ..evaluate import Evaluation, evaluate
 from ..local import Worker
 from ..memory import ClientMemory
+from ..store import weight_digest
 from ..tree import Tree
-from ..uploads import Upload
+from ..uploads import Refusal, Upload
 
 
 class Serial:
@@ -17,7 +18,8 @@ class Serial:
         self.total = len(federation.clients)
         self.memory = memory or ClientMemory()
 
-    def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload]:
+    def train(self, down: Tree, cohort: Sequence[int], round: int) -> Iterable[Upload | Refusal]:
+        """What each client of the cohort sends, in the order of ids, or why it sends nothing."""
         for client in sorted(cohort):
             try:
                 upload, memory = self.worker.train(
@@ -39,6 +41,14 @@ class Serial:
 
     def expected(self, down: Tree) -> Tree:
         return self.worker.sample(down, self.federation.shard(self.clients[0]))[0].tree
+
+    def personal(self, clients: Sequence[int], weights: Tree) -> dict[int, Evaluation]:
+        """Of the models that clients would begin a round with, each on the test table."""
+        return {k: self.evaluate(self.start(k, weights)) for k in clients}
+
+    def kept(self) -> dict[int, str]:
+        """A digest of what each client keeps of the model."""
+        return {k: weight_digest(self.memory.get(k)["kept"]) for k in self.memory if self.worker.kept}
 
     def start(self, client: int, weights: Tree) -> Tree:
         """The weights that a client would begin a round with, given the server's."""

@@ -46,6 +46,15 @@ class Report(NamedTuple):
     before: Counts  # real rows, int64 [clients, classes]
     after: Counts  # all rows, int64 [clients, classes]
 
+    @property
+    def origin(self) -> str:
+        """Where the rows are from, for a person."""
+        return (
+            f"{self.generated} new and {self.reused} stored images"
+            + (f"; filters removed {self.removed}" if self.removed else "")
+            + (f"; {self.dropped} real rows dropped" if self.dropped else "")
+        )
+
 
 def wording(policy: Balance, classes: Sequence[str], domains: Sequence[str], dataset: str) -> Wording:
     """How the policy's prompts name these classes and, where its templates ask for them, these domains.
@@ -68,17 +77,34 @@ class Needs(NamedTuple):
     federation: Federation  # with the real rows that stay
     plan: Plan
     streams: list[Stream]
+    before: Counts  # real rows, int64 [clients, classes]
 
     @property
     def images(self) -> int:
-        return self.plan.images
+        return sum(stream.need for stream in self.streams)
+
+    def of(self, clients: Sequence[int]) -> "Needs":
+        """What these clients need of it, the others being elsewhere: they have no rows here. Pools stay as large as
+        all clients together made them, so that each draws what it would draw beside the others."""
+        mine = np.isin(np.arange(len(self.before)), clients)[:, None]
+        allocation = np.where(mine, self.plan.allocation, 0)
+        drawn = allocation.sum(0)
+        each = max(1, self.plan.domains)
+        streams = [
+            s
+            for s in self.streams
+            if s.client in clients or (s.client == SHARED and drawn[s.label * each + max(0, s.domain)])
+        ]
+        whose = self.plan._replace(allocation=allocation, rows=int(allocation.sum()))
+        return Needs(self.federation.only(clients), whose, streams, np.where(mine, self.before, 0))
 
 
 def needs(federation: Federation, words: Wording, policy: Balance, seed: int) -> Needs:
     """Before anything is made. Raises UsageError for a policy that contradicts itself."""
     shares = federation.domain_counts() if words.domains else None
-    wanted = plan(policy, federation.counts(synthetic=False), federation.classes, shares)
-    return Needs(thinned(federation, wanted.kept, seed), wanted, streams_of(policy, wanted))
+    before = federation.counts(synthetic=False)
+    wanted = plan(policy, before, federation.classes, shares)
+    return Needs(thinned(federation, wanted.kept, seed), wanted, streams_of(policy, wanted), before)
 
 
 def synthesise(
@@ -102,14 +128,20 @@ def synthesise(
     Raises UserError when the prior makes hardly anything but faulty images for a class, UsageError for a
     policy that contradicts itself.
     """
-    before = federation.counts(synthetic=False)
-    kept, needed, streams = needs(federation, folder.wording, policy, folder.seed)
+    return deal(needs(federation, folder.wording, policy, folder.seed), folder, own=own, progress=progress)
+
+
+def deal(
+    wanted: Needs, folder: ImageFolder, *, own: Own | None = None, progress: Update | None = None
+) -> tuple[Federation, Report]:
+    """Makes what is wanted and gives it to those who want it; see `synthesise`."""
+    kept, needed, streams, before = wanted
     generated, folders = fill(folder, streams, progress or (lambda done, total: None), own)
     faulty, removed = sum(s.faulty for s in streams), sum(s.removed for s in streams)
     balanced = kept.with_rows(_table(kept, streams), _rows(streams, needed, folder.seed))
     return balanced, Report(
         generated=generated,
-        reused=needed.images - generated,
+        reused=wanted.images - generated,
         faulty=faulty,
         removed=removed,
         rows=needed.rows,

@@ -1,0 +1,456 @@
+"""What a node does: it holds the data of one or several clients, and answers the server's letters.
+
+Every answer may come from a process of its own, so whatever lasts lies in the node's folder: the prepared rows, what
+clients remember after each round, and the caches of images and descriptors. Only what the method uploads leaves a node,
+and class counts where the site says so.
+"""
+
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from . import __version__, assemble, store
+from .choice import choose
+from .config import Experiment, to_dict
+from .data import site as own_data
+from .data import table
+from .data.partition import Sites
+from .data.table import Federation
+from .engines.serial import Serial
+from .errors import UsageError, UserError, unknown
+from .guide import Guide
+from .letters import Letter
+from .memory import ClientMemory
+from .progress import Progress, Update
+from .resume import FREE
+from .tree import Tree
+from .uploads import Refusal, Upload, check
+
+FORMAT = "fedprior prepared 1"
+REMEMBERED = re.compile(r"(\d+)-(\d+)\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the people at a site say of their node. `data` is the site's own data, or in a simulation a local copy of
+    the experiment's; `prior` and `device` stand in for the experiment's."""
+
+    name: str
+    clients: tuple[int, ...]
+    state: Path
+    data: str | None = None
+    image: str | None = None  # columns of `data`, as data.image and data.label
+    label: str | None = None
+    classes: str = ""  # a file with lines `the site's class name = the experiment's`
+    prior: str | None = None
+    device: str | None = None
+    share_label_counts: bool = False
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> "Settings":
+        """From a node's configuration: `clients` such as "0-24,30", `state-dir`, and optionally the others, with - or _
+        between words. Raises UsageError for what is missing or unknown."""
+        given = {str(key).replace("-", "_"): value for key, value in values.items()}
+        state = given.pop("state_dir", None)
+        known = ("name", "clients", "data", "image", "label", "classes", "prior", "device", "share_label_counts")
+        for key in given:
+            if key not in known:
+                raise unknown("key of the node's configuration", key, (*known, "state_dir"))
+        if "clients" not in given or not state:
+            raise UsageError('a node\'s configuration needs clients="0" (or "0-24") and state-dir="FOLDER"')
+        clients = numbers(str(given.pop("clients")))
+        shared = given.pop("share_label_counts", False)
+        if not isinstance(shared, bool):
+            raise UsageError(f"share-label-counts must be true or false, not {shared}")
+        texts = {key: str(value) for key, value in given.items() if value != ""}
+        name = texts.pop("name", "") or f"clients-{'-'.join(map(str, (clients[0], clients[-1])))}"
+        return cls(name=name, clients=clients, state=Path(str(state)).expanduser(), share_label_counts=shared, **texts)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """ "0-2,5" -> (0, 1, 2, 5). Raises UsageError for anything else."""
+    out: list[int] = []
+    for part in text.split(","):
+        first, dash, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 12:
+            raise UsageError(f'clients="{text}" must be numbers such as "0-24" or "0,3,5"')
+        out += range(int(first), int(last or first) + 1)
+    if not out or len(set(out)) != len(out):
+        raise UsageError(f'clients="{text}" names {"no client" if not out else "a client twice"}')
+    return tuple(sorted(out))
+
+
+def agreement(experiment: Experiment) -> str:
+    """A digest of all settings that decide a result, as this version of fedprior understands them."""
+    values = {key: value for key, value in to_dict(experiment).items() if key not in (*FREE, "name", "device")}
+    return store.digest(*(f"{key} {value}" for key, value in sorted(values.items())))
+
+
+class Unprepared(UserError):
+    """What `prepare` left is missing or damaged: the node has to prepare again."""
+
+
+class OutOfTime(Exception):
+    """The time for this message is over; what is done so far is kept."""
+
+    def __init__(self, what: str, done: int, total: int) -> None:
+        super().__init__(what)
+        self.what, self.done, self.total = what, done, total
+
+
+class Budget:
+    """A progress that ends a task after so many seconds, though not before something was done."""
+
+    def __init__(self, seconds: float, progress: Progress) -> None:
+        self.end, self.progress = time.monotonic() + seconds, progress
+
+    def say(self, text: str) -> None:
+        self.progress.say(text)
+
+    @contextmanager
+    def task(self, name: str, total: int, done: int = 0) -> Iterator[Update]:
+        first = None
+
+        def update(now: int, note: str) -> None:
+            nonlocal first
+            first = now if first is None else first
+            tell(now, note)
+            if first < now < total and time.monotonic() > self.end:
+                raise OutOfTime(name, now, total)
+
+        with self.progress.task(name, total, done) as tell:
+            yield update
+
+
+class Stored(NamedTuple):
+    """What `prepare` left in the node's folder."""
+
+    federation: Federation  # only the node's own clients have rows
+    guide: Guide | None  # without the diffusion model
+
+
+class Node:
+    """Answers the letters of one run. `experiment` is the server's; `settings` are the site's."""
+
+    def __init__(self, experiment: Experiment, settings: Settings, progress: Progress) -> None:
+        self.agreement, self.settings, self.progress = agreement(experiment), settings, progress
+        if not experiment.name:
+            raise UsageError("a run over nodes needs a name=")
+        if outside := [k for k in settings.clients if k >= experiment.clients]:
+            raise UserError(f"{settings.name} stands for client {outside[0]}, and clients={experiment.clients}")
+        self.sites = isinstance(experiment.partition, Sites)
+        if self.sites and (settings.data is None or len(settings.clients) != 1):
+            raise UserError(
+                f"{settings.name}: with partition=sites a node stands for one client and has data of its own; set "
+                'clients="NUMBER" and data="PATH" in its configuration'
+            )
+        data, prior = experiment.data, experiment.prior
+        if settings.data is not None and not self.sites:
+            data = replace(data, path=settings.data)
+        if settings.prior is not None and prior is not None:
+            prior = replace(prior, name=settings.prior)
+        device: Any = settings.device or experiment.device  # a name that is none is refused where it is used
+        self.experiment = replace(experiment, data=data, prior=prior, device=device)
+        self.folder = settings.state / "runs" / f"{experiment.name}-{self.agreement[:12]}"
+        os.environ.setdefault("FEDPRIOR_CACHE", str(settings.state / "cache"))
+
+    def answer(self, kind: str, letter: Letter) -> Letter:
+        """The answer to a letter of a kind; one with `error` where the node cannot."""
+        handlers: dict[str, Callable[[Letter], Letter]] = {
+            "hello": self.hello,
+            "prepare": self.prepare,
+            "train": self.train,
+            "judge": self.judge,
+            "kept": self.kept,
+        }
+        try:
+            return handlers[kind](letter)
+        except Exception as error:
+            if not isinstance(error, UserError):
+                import traceback
+
+                self.progress.say(traceback.format_exc())
+            return Letter({"error": told(error), "unprepared": isinstance(error, Unprepared)})
+
+    # before round 1
+    def hello(self, letter: Letter) -> Letter:
+        """Who this is. Refuses another version of fedprior, and settings that it understands otherwise."""
+        theirs = letter.facts
+        if theirs["version"] != __version__:
+            raise UserError(f"fedprior is {__version__} at {self.settings.name} and {theirs['version']} at the server")
+        if theirs["agreement"] != self.agreement:
+            raise UserError(f"the settings mean something else at {self.settings.name} than at the server")
+        facts: dict[str, Any] = {
+            "name": self.settings.name,
+            "clients": list(self.settings.clients),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        }
+        if self.sites:
+            federation = self.own(theirs)
+        else:
+            federation, parts = assemble.split(self.experiment)
+            facts["partition"] = parts.digest
+        facts["clients"] = [k for k in self.settings.clients if len(federation.clients[k])]
+        if self.settings.share_label_counts:
+            facts["counts"] = federation.counts()[list(self.settings.clients)].tolist()
+        return Letter(facts)
+
+    def own(self, theirs: Mapping[str, Any]) -> Federation:
+        """The site's data as the federation's only rows. `theirs` says which classes and size (H, W) there are."""
+        assert self.settings.data is not None
+        height, width = theirs["size"]
+        rows = own_data.load(
+            Path(self.settings.data),
+            tuple(theirs["classes"]),
+            (height, width),
+            image=self.settings.image,
+            label=self.settings.label,
+            names=self.settings.classes,
+        )
+        nothing = torch.zeros(0, dtype=torch.int64)
+        clients = [nothing] * self.experiment.clients
+        clients[self.settings.clients[0]] = torch.arange(len(rows["label"]))
+        return Federation(
+            table=rows, clients=tuple(clients), test=table.take(rows, nothing), classes=tuple(theirs["classes"])
+        )
+
+    def prepare(self, letter: Letter) -> Letter:
+        """Synthetic rows and descriptors of the node's clients, as far as the time allows: `budget` in seconds."""
+        path = self.folder / "prepared.safetensors"
+        if not self.current(path):
+            try:
+                self.make(path, letter.facts, Budget(letter.facts["budget"], self.progress))
+            except OutOfTime as stop:
+                return Letter({"ready": False, "what": stop.what, "done": stop.done, "total": stop.total})
+        facts: dict[str, Any] = {"ready": True}
+        if self.settings.share_label_counts:
+            after = self.stored().federation
+            facts["counts"] = after.counts()[list(self.settings.clients)].tolist()
+        return Letter(facts)
+
+    def make(self, path: Path, theirs: Mapping[str, Any], progress: Progress) -> None:
+        experiment, clients = self.experiment, self.settings.clients
+        device = assemble.set_up(experiment)
+        whole = self.own(theirs) if self.sites else assemble.split(experiment).federation
+        needed = experiment.balance is not None or experiment.guide is not None
+        prior = assemble.prior_for(experiment, whole, device) if needed else None
+        federation = whole.only(clients)
+        if experiment.balance is not None and any(len(federation.clients[k]) for k in clients):
+            federation, report = assemble.balance(experiment, whole, device, progress, prior, clients)
+            progress.say(f"{report.rows} synthetic rows from {report.origin}")
+        guide = assemble.build_guide(experiment, federation, device, prior)
+        facts: dict[str, Any] | None = None
+        tensors: dict[str, torch.Tensor] = {}
+        if guide is not None:
+            guide.describe(federation, progress)
+            facts, tensors = guide.essence()
+        rows = {str(k): federation.clients[k] for k in clients}
+        about = {
+            "key": self.key,
+            "classes": federation.classes,
+            "domains": federation.domains,
+            "split": federation.split,
+            "size": list(federation.test["image"].shape[2:]),
+            "guide": facts,
+        }
+        try:
+            store.write_tree(path, {"table": federation.table, "rows": rows, "guide": tensors}, about)
+        except OSError as error:
+            raise UserError(f"cannot write to {path.parent} ({error}); give state-dir a folder with space") from None
+        self.__dict__.pop("_stored", None)
+
+    @property
+    def key(self) -> str:
+        """What prepared rows depend on."""
+        s = self.settings
+        return store.digest(
+            FORMAT, self.agreement, repr(s.clients), *(v or "" for v in (s.data, s.image, s.label, s.classes, s.prior))
+        )
+
+    def current(self, path: Path) -> bool:
+        """Whether the rows are there, and whole."""
+        try:
+            _, about = store.read_tree(path, copy=False)
+        except (OSError, ValueError):
+            return False
+        return bool(about["key"] == self.key)
+
+    def stored(self) -> Stored:
+        """What `prepare` left. Raises Unprepared."""
+        return self._stored
+
+    @cached_property
+    def _stored(self) -> Stored:
+        path = self.folder / "prepared.safetensors"
+        try:
+            parts, about = store.read_tree(path, copy=False)
+            if about["key"] != self.key:
+                raise ValueError("it was made for other settings")
+        except (OSError, ValueError) as error:
+            raise Unprepared(f"{self.settings.name} has to prepare first ({error})") from None
+        height, width = about["size"]
+        none = torch.zeros(0, dtype=torch.int64)
+        empty = table.take(parts["table"], none)
+        empty["image"] = torch.zeros((0, 3, height, width), dtype=torch.uint8)
+        rows = parts["rows"]
+        federation = Federation(
+            table=parts["table"],
+            clients=tuple(rows.get(str(k), none) for k in range(self.experiment.clients)),
+            test=empty,
+            classes=tuple(about["classes"]),
+            domains=tuple(about["domains"]),
+            split=about["split"],
+        )
+        guide = None
+        if about["guide"] is not None:
+            assert self.experiment.guide is not None
+            guide = Guide.of(self.experiment.guide, federation.classes, about["guide"], parts["guide"])
+        return Stored(federation, guide)
+
+    # in every round
+    def engine(self, bases: Mapping[int, int], described: bool) -> Serial:
+        """The node's clients, each remembering what it did after the round that the server names (-1: nothing)."""
+        ready, device = self.stored(), assemble.set_up(self.experiment)
+        federation = ready.federation
+        if described and ready.guide is not None and ready.guide.find(federation.only(list(bases)))[1]:
+            (self.folder / "prepared.safetensors").unlink(missing_ok=True)
+            raise Unprepared(f"{self.settings.name} has to prepare first (descriptors have gone from its cache)")
+        net = assemble.build_net(self.experiment, federation, device, ready.guide)
+        worker = assemble.build_worker(self.experiment, net, federation, ready.guide)
+        memory = ClientMemory(self.folder / "clients", self.experiment.memory_MB)
+        memory.restore({k: base for k, base in bases.items() if base >= 0})
+        return Serial(worker, federation.to(device), memory)
+
+    def train(self, letter: Letter) -> Letter:
+        """Trains clients for a round; the tree `down` is the server's message, `bases` says what each remembers."""
+        round, bases, refused = int(letter.facts["round"]), self.bases(letter), {}
+        for client in list(bases):
+            if reason := self.obstacle(client, bases[client]):
+                refused[client] = reason
+                del bases[client]
+        facts: dict[str, Any] = {"uploads": {}, "refused": refused}
+        trees: dict[str, Tree] = {}
+        if bases:
+            plain = self.engine(bases, described=True)
+            asked = self.experiment
+            if asked.engine == "auto":  # a process lives for one message, so workers would start in each
+                asked = replace(asked, engine="serial")
+            engine = choose(asked, plain, len(bases)).engine
+            try:
+                expected = engine.expected(letter.trees["down"])
+                for answer in answers(engine, letter.trees["down"], sorted(bases), round, self.progress):
+                    bad = answer if isinstance(answer, Refusal) else check(answer, expected, self.limit)
+                    if bad is not None:
+                        refused[bad.client] = bad.reason
+                        continue
+                    assert isinstance(answer, Upload)
+                    facts["uploads"][answer.client] = {
+                        **{key: getattr(answer, key) for key in ("weight", "loss", "steps", "planned")},
+                        "remembers": answer.client in engine.memory.staged,
+                    }
+                    trees[str(answer.client)] = answer.tree
+            finally:
+                engine.close()
+            for client, base in bases.items():
+                self.forget(client, {round, base})
+        return Letter(facts, trees)
+
+    @property
+    def limit(self) -> float | None:
+        return self.experiment.max_update_norm
+
+    def bases(self, letter: Letter) -> dict[int, int]:
+        return {int(client): int(base) for client, base in letter.facts["bases"].items()}
+
+    def obstacle(self, client: int, base: int) -> str:
+        """Why a client cannot go on from what it remembered after round `base`; "" where it can."""
+        if client not in self.settings.clients:
+            return f"client {client} is not at {self.settings.name}"
+        if base < 0:
+            return ""
+        try:
+            ClientMemory(self.folder / "clients").read(client, base)
+        except (OSError, ValueError) as error:
+            return f"what it remembered after round {base + 1} is lost at {self.settings.name} ({error})"
+        return ""
+
+    def forget(self, client: int, needed: set[int]) -> None:
+        """Leaves what a client remembered after the rounds in `needed`, and the last before the older of them: a server
+        that fell back to its last checkpoint but one asks for that."""
+        folder = self.folder / "clients"
+        rounds = {
+            int(found[2]): path
+            for path in folder.glob(f"{client}-*.safetensors")
+            if (found := REMEMBERED.fullmatch(path.name))
+        }
+        older = [r for r in rounds if r < min(needed)]
+        keep = needed | {max(older, default=-1)}
+        for r, path in rounds.items():
+            if r not in keep:
+                path.unlink(missing_ok=True)
+
+    def judge(self, letter: Letter) -> Letter:
+        """How good the models are that clients would begin a round with, on the test set; the tree is `weights`."""
+        if self.sites:
+            raise UserError("there is no test set at a site")
+        bases = self.bases(letter)
+        engine = self.engine(bases, described=False)
+        test = assemble.split(self.experiment).federation.test
+        device = engine.worker.net.device
+        engine.federation = replace(engine.federation, test={name: x.to(device) for name, x in test.items()})
+        seen = engine.personal(sorted(bases), letter.trees["weights"])
+        return Letter(
+            {
+                "seen": {
+                    k: {key: v if key == "loss" else v.tolist() for key, v in e._asdict().items()}
+                    for k, e in seen.items()
+                }
+            }
+        )
+
+    def kept(self, letter: Letter) -> Letter:
+        """Digests of what clients keep of the model."""
+        return Letter({"kept": self.engine(self.bases(letter), described=False).kept()})
+
+
+def answered(
+    experiment: Experiment, configuration: Mapping[str, Any], kind: str, letter: Letter, progress: Progress
+) -> Letter:
+    """What the node of this configuration answers; one line where it cannot."""
+    try:
+        return Node(experiment, Settings.read(configuration), progress).answer(kind, letter)
+    except UserError as error:
+        return Letter({"error": told(error)})
+
+
+def answers(
+    engine: Serial, down: Tree, cohort: Sequence[int], round: int, progress: Progress
+) -> Iterator[Upload | Refusal]:
+    """What `engine.train` yields, with a refusal in the place of a client that raises: the others go on."""
+    left = list(cohort)
+    while left:
+        try:
+            for answer in engine.train(down, left[:], round):
+                yield answer
+                left.remove(answer.client)
+        except Exception as error:
+            import traceback
+
+            progress.say(traceback.format_exc())
+            yield Refusal(left.pop(0), told(error))
+
+
+def told(error: Exception) -> str:
+    """An error in one line; the name of its class where it is not meant for people."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    return text if len(text) <= 500 else f"{text[:500]}..."
