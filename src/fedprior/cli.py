@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import bench, images, priors
-from .commands.common import Json, Runs, Words, emit, experiment_of, percent, table
+from .commands import bench, deploy, flower, images, priors
+from .commands.common import Json, Runs, Words, emit, experiment_of, outcome_table, percent, table
 from .errors import UsageError, UserError
 
 INTERRUPTED = 130  # what newer versions of typer make of a KeyboardInterrupt
@@ -29,6 +29,8 @@ app.add_typer(partition_app, name="partition")
 app.add_typer(priors.app, name="prior")
 app.add_typer(images.prompts_app, name="prompts")
 app.add_typer(bench.app, name="bench")
+app.add_typer(flower.app, name="flower")
+app.add_typer(deploy.app, name="deploy")
 
 
 @app.command()
@@ -55,7 +57,7 @@ def demo(
 @app.command()
 def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -> None:
     """Train one experiment and write its run directory; or go on with a run directory that was stopped."""
-    from .progress import clock, for_terminal
+    from .progress import for_terminal
     from .recipes import RECIPES
     from .run import run as run_experiment
 
@@ -70,15 +72,7 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
         runs = given.parent if plain else Path(os.path.relpath(here.parent))
         experiment = replace(experiment, name=here.name)
     result = run_experiment(experiment, runs, for_terminal()).result
-    rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
-    rows[-1][0] = "best (optimistic)"
-    whose = "mean over clients' own models" if result.get("models") == "own" else "global model"
-    held = result.get("judged_on") == "validation"
-    table("Accuracy on held-out rows of clients" if held else "Test accuracy", ["", whose], rows)
-    print(
-        f"{result['rounds']} rounds, {result['uplink_MB']:.3f} MB up, {result['downlink_MB']:.3f} MB down, "
-        f"{clock(result['seconds'])}. Report: {result['directory']}/report.html"
-    )
+    outcome_table(result)
     emit(result, as_json)
 
 

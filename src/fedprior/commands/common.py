@@ -67,6 +67,21 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(markup=False, emoji=False).print(out)  # a class may be called [b] or :cat:
 
 
+def outcome_table(result: dict[str, Any]) -> None:
+    """Prints what a run came to."""
+    from ..progress import clock
+
+    rows = [[key.replace("_", " "), percent(result[key])] for key in ("last", "mean_last10", "best")]
+    rows[-1][0] = "best (optimistic)"
+    whose = "mean over clients' own models" if result.get("models") == "own" else "global model"
+    held = result.get("judged_on") == "validation"
+    table("Accuracy on held-out rows of clients" if held else "Test accuracy", ["", whose], rows)
+    print(
+        f"{result['rounds']} rounds, {result['uplink_MB']:.3f} MB up, {result['downlink_MB']:.3f} MB down, "
+        f"{clock(result['seconds'])}. Report: {result['directory']}/report.html"
+    )
+
+
 def percent(value: float | None, spread: float | None = None) -> str:
     if value is None:
         return "-"
