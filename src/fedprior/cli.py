@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import bench, deploy, flower, images, priors
+from .commands import bench, deploy, flower, images, priors, sweep
 from .commands.common import Json, Runs, Words, emit, experiment_of, outcome_table, percent, table
 from .errors import UsageError, UserError
 
@@ -122,6 +122,8 @@ def plan(
 
 
 app.command()(images.generate)
+app.command()(sweep.sweep)
+app.command("table")(sweep.table)
 
 
 @app.command()

@@ -3,11 +3,13 @@
 What a paper leaves open is decided in docs/papers.md. Class names with a slash are paper/data set.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from .config import Data, Experiment, PriorChoice
+from .config import Data, Experiment, PriorChoice, from_toml, override
 from .data.partition import PARTITIONS
+from .errors import unknown
 from .guide import FedDifRC
 from .method import Method
 from .methods import (
@@ -203,6 +205,24 @@ def _recipes() -> dict[str, Callable[[], Experiment]]:
 
 RECIPES: dict[str, Callable[[], Experiment]] = _recipes()
 """By name: "paper/data" is the paper's own setting with FedAvg, "paper/data/method" a row of its tables."""
+
+
+def spoken(words: Sequence[str]) -> Experiment:
+    """The experiment that words name: a recipe, a TOML file or a run directory, then changes."""
+    base, words = Experiment(), list(words)
+    if words and "=" not in words[0]:
+        source = words.pop(0)
+        path = Path(source)
+        if source in RECIPES:
+            base = RECIPES[source]()
+        elif path.is_dir():
+            base = replace(from_toml(path / "config.toml"), name="")  # the directory keeps its name
+        elif path.suffix == ".toml" or path.is_file():
+            base = from_toml(path)
+        else:
+            raise unknown("recipe, file or run directory", source, RECIPES)
+    return override(base, words)
+
 
 FEDDIFRC_ABLATION: dict[str, tuple[str, tuple[str, ...]]] = {
     "none (FedAvg)": ("", ("guide=none",)),

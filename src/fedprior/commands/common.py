@@ -1,13 +1,10 @@
 """What all commands share: arguments, tables, the JSON line."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-
-from ..errors import unknown
 
 if TYPE_CHECKING:
     from ..config import Experiment
@@ -22,24 +19,10 @@ Runs = Annotated[Path, typer.Option("--runs", help="Where run directories go.")]
 
 
 def experiment_of(words: list[str] | None) -> "Experiment":
-    """The experiment that the words name: a recipe, a TOML file or a run directory, then changes."""
-    from ..config import Experiment, from_toml, override
-    from ..recipes import RECIPES
+    """`recipes.spoken`, imported when a command needs it."""
+    from ..recipes import spoken
 
-    words = list(words or [])
-    base = Experiment()
-    if words and "=" not in words[0]:
-        source = words.pop(0)
-        path = Path(source)
-        if source in RECIPES:
-            base = RECIPES[source]()
-        elif path.is_dir():
-            base = replace(from_toml(path / "config.toml"), name="")  # the directory keeps its name
-        elif path.suffix == ".toml" or path.is_file():
-            base = from_toml(path)
-        else:
-            raise unknown("recipe, file or run directory", source, RECIPES)
-    return override(base, words)
+    return spoken(words or [])
 
 
 def use_threads(n: int) -> None:

@@ -1,0 +1,114 @@
+"""`fedprior sweep` and `fedprior table`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+import typer
+
+from ..errors import UsageError, UserError
+from .common import Json, emit
+
+if TYPE_CHECKING:
+    from ..sweep import Sweep
+
+Metric = Literal["auto", "mean_last10", "last", "best", "rounds_to_target", "MB_to_target"]
+Metrics = Annotated[Metric, typer.Option(help="What the table shows; auto: what the paper's shows, else mean_last10.")]
+
+
+def sweep(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TABLE | SWEEP_DIRECTORY | RECIPE | FILE.toml] [KEY=VALUE[,VALUE]...]...", show_default=False
+        ),
+    ] = None,
+    sweeps: Annotated[Path, typer.Option("--sweeps", help="Where sweeps' directories go.")] = Path("sweeps"),
+    columns: Annotated[list[str] | None, typer.Option(help="A key that varies along the table's columns.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run a grid of experiments: `sweep gen-fedsd/table1 scale=smoke`, or `sweep method=fedavg,moon seed=0,1,2`.
+
+    The same command goes on with what was stopped, and tries again what failed."""
+    from .. import sweep as grids
+    from ..choice import cores
+    from ..progress import for_terminal
+    from ..tables import costs, markdown, of
+
+    made, folder = meant(list(words or []), sweeps, columns or [])
+    if made is not None:
+        grids.reserve(made, folder)
+    whole = grids.load(folder)
+    standing = grids.carry_out(folder, workers or cores(), for_terminal())
+    result: dict[str, Any] = {"directory": str(folder), "cells": standing.cells, "done": standing.done}
+    if standing.done:
+        table = of(folder, metric_of(whole, "auto"))
+        text = markdown(table)
+        write(folder / "table.md", text)
+        print(text)
+        spent = costs(folder)
+        print(
+            f"{spent['cells']} cells, {spent['hours']:.2f} hours of a process, {spent['MB']:.1f} MB sent, "
+            f"{spent['synthetic_rows']} synthetic rows. Table: {folder}/table.md"
+        )
+        result |= {"costs": spent, "table": str(folder / "table.md")}
+    emit(result | {"failed": standing.failed}, as_json)
+    if standing.failed:
+        listed = "\n".join(f"  {name}: {why}" for name, why in standing.failed.items())
+        raise UserError(
+            f"{len(standing.failed)} of {standing.cells} cells failed ({folder}/failed has each traceback); the same "
+            f"command tries them again:\n{listed}"
+        )
+
+
+def meant(words: list[str], root: Path, columns: list[str]) -> "tuple[Sweep | None, Path]":
+    """-> (the sweep, None for one that is there; its directory)"""
+    from .. import sweep as grids
+    from ..sweeps import SWEEPS, named
+
+    if words and "=" not in words[0] and (Path(words[0]) / "sweep.json").exists():
+        if len(words) > 1 or columns:
+            raise UsageError(f"{words[0]} goes on as it is; leave out '{' '.join([*words[1:], *columns])}'")
+        return None, Path(words[0])
+    if words and words[0] in SWEEPS:
+        if columns:
+            raise UsageError(f"the columns of {words[0]} are the paper's; leave out --columns")
+        made = named(words[0], words[1:])
+    else:
+        if scaled := [word for word in words if word.startswith("scale=")]:
+            raise UsageError(f"{scaled[0]} is for a paper's table; choose from {', '.join(SWEEPS)}")
+        made = grids.grid(words, columns)
+    return made, root / made.name
+
+
+def metric_of(sweep: "Sweep", metric: Metric) -> Any:
+    from ..sweeps import METRIC_OF
+
+    return METRIC_OF.get(sweep.table, "mean_last10") if metric == "auto" else metric
+
+
+def write(path: Path, text: str) -> None:
+    from .. import store
+
+    try:
+        store.write_text(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error}); choose another --out") from None
+
+
+def table(
+    folder: Annotated[Path, typer.Argument(help="A sweep's directory.")],
+    metric: Metrics = "auto",
+    form: Annotated[Literal["md", "latex", "csv"], typer.Option("--format", help="What to print.")] = "md",
+    out: Annotated[Path | None, typer.Option(help="A file in the place of the screen.")] = None,
+) -> None:
+    """The results of a sweep as a table: Markdown, LaTeX (booktabs) or CSV."""
+    from ..sweep import load
+    from ..tables import FORMATS, of
+
+    text = FORMATS[form](of(folder, cast(Any, metric_of(load(folder), metric))))
+    if out is None:
+        print(text, end="")
+        return
+    write(out, text)
+    print(f"Table: {out}")
