@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
@@ -51,6 +51,15 @@ WORDS = (f"clients={NODES}", f"cohort={NODES}", "partition=iid", "data.size=32",
 ROUNDS, IDLE = 7, 60.0  # seconds
 LIMIT = 1800.0  # seconds for one model
 SAMPLE, LOOK = 0.2, 0.02  # seconds between samples of memory, and between looks at the run directory
+START_UP = (
+    "SuperLink answers",
+    "both nodes connected",
+    "submit: accepted",
+    "submit: the ServerApp runs",
+    "submit: both nodes have said hello",
+    "submit: both nodes ready",
+    "submit: first round done",
+)
 PROGRAMS = {
     "flower-superlink": "SuperLink",
     "flwr-serverapp": "ServerApp",
@@ -119,9 +128,8 @@ class Relay:
                 sink.sendall(data)
                 with self.lock:
                     self.bytes[way] += len(data)
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_WR)  # the other way may still have something to say
 
     def count(self) -> dict[str, int]:
         with self.lock:
@@ -259,7 +267,7 @@ class Deployment:
         for line in lines:
             self.said[name].append(Said(time.monotonic(), line.rstrip()))
 
-    def until(self, true: Any, what: str, seconds: float = 120.0) -> None:
+    def until(self, true: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
         end = time.monotonic() + seconds
         while not true():
             if time.monotonic() > end:
@@ -327,6 +335,11 @@ def together(lives: Iterable[Life]) -> int:
     return max(sums.values(), default=0)
 
 
+def a_round(totals: Sequence[dict[str, Any]], key: str) -> float:
+    """The part of a round after the first in what adds up from round to round."""
+    return float(totals[-1][key] - totals[0][key]) / (len(totals) - 1)
+
+
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """Whole lines of a .jsonl file, none where it is not there."""
     text = path.read_text() if path.exists() else ""
@@ -350,10 +363,6 @@ class Measured:
     where: list[tuple[float, ...]] = field(default_factory=list)
     same: bool = False  # the metrics of both, to the byte
     failed: str = ""
-
-    def a_round(self, values: Sequence[dict[str, Any]], key: str) -> float:
-        """Of something that adds up: its part in a round after the first."""
-        return float(values[-1][key] - values[0][key]) / (len(values) - 1)
 
 
 def experiment(net: str, rounds: int) -> Experiment:
@@ -397,16 +406,14 @@ def over_flower(asked: Experiment, deployment: Deployment, found: Measured) -> P
     number = flwr.submit(app)
     seconds["submit: accepted"] = time.monotonic() - began
     metrics, length = there / "metrics.jsonl", 0
-    for key, file in (("submit: the ServerApp runs", "config.toml"), ("submit: both nodes ready", "manifest.json")):
-        while not (there / file).exists() and not over(deployment, began):
-            time.sleep(LOOK)
-        seconds[key] = time.monotonic() - began
+    signs = {"config.toml": "submit: the ServerApp runs", "manifest.json": "submit: both nodes ready"}
     while not (there / "result.json").exists():
-        if over(deployment, began):
+        if deployment.watch.gone("ServerApp") or time.monotonic() > began + LIMIT:
             found.failed = why(flwr, number)
             return there
-        size = metrics.stat().st_size if metrics.exists() else 0
-        if size > length:
+        for file in [file for file in signs if (there / file).exists()]:
+            seconds[signs.pop(file)] = time.monotonic() - began
+        if (size := metrics.stat().st_size if metrics.exists() else 0) > length:
             length = size
             found.ends.append(time.monotonic())
             found.wire.append(deployment.relay.count())
@@ -422,17 +429,16 @@ def over_flower(asked: Experiment, deployment: Deployment, found: Measured) -> P
     return there
 
 
-def over(deployment: Deployment, began: float) -> bool:
-    """Whether there is nothing more to wait for."""
-    return deployment.watch.gone("ServerApp") or time.monotonic() > began + LIMIT
-
-
 def why(flwr: submit.Flwr, number: int) -> str:
+    """The reason that a run without a result gives, as far as it gives one."""
+    status = flwr.status(number)
+    if not status.startswith(submit.ENDED):
+        return f"its ServerApp is gone, or took more than {LIMIT:.0f} s, and it is {status}"
     try:
-        submit.outcome(flwr.status(number), flwr.log(number).splitlines(), number)
+        submit.outcome(status, flwr.log(number).splitlines(), number)
     except UserError as error:
         return str(error)
-    return f"it did not end within {LIMIT:.0f} s"
+    return "it left no result where it was looked for"
 
 
 # the record
@@ -462,11 +468,8 @@ def report(all_found: Sequence[Measured]) -> Iterator[str]:
     done = [m for m in all_found if not m.failed]
     yield "## Start-up, seconds\n"
     yield "Each model has a deployment of its own. What begins with `submit` counts from there.\n"
-    keys = sorted({key for m in all_found for key in m.starting}, key=ORDER.index)
-    yield table(
-        ["", *names],
-        ([key, *(f"{m.starting[key]:.1f}" if key in m.starting else "" for m in all_found)] for key in keys),
-    )
+    cell = lambda m, key: f"{m.starting[key]:.1f}" if key in m.starting else ""
+    yield table(["", *names], ([key, *(cell(m, key) for m in all_found)] for key in START_UP))
     for m in all_found:
         if m.failed:
             yield f"{m.net}: no round figures, since {m.failed}\n"
@@ -498,7 +501,7 @@ def report(all_found: Sequence[Measured]) -> Iterator[str]:
             (name, way, f"{count / MB:.3f}", f"{wire / MB:.3f}", f"{wire / count:.3f}")
             for name, m in zip(names, done, strict=True)
             for way in ("down", "up")
-            for count, wire in [(m.a_round(m.counted, f"{way}link_bytes"), m.a_round(m.wire, way))]
+            for count, wire in [(a_round(m.counted, f"{way}link_bytes"), a_round(m.wire, way))]
         ),
     )
     for m in done:
@@ -511,17 +514,6 @@ def report(all_found: Sequence[Measured]) -> Iterator[str]:
         "several processes share in parts, so a machine of its own needs up to the RSS.\n"
     )
     yield table(["", *names], memory_rows(done))
-
-
-ORDER = [
-    "SuperLink answers",
-    "both nodes connected",
-    "submit: accepted",
-    "submit: the ServerApp runs",
-    "submit: both nodes have said hello",
-    "submit: both nodes ready",
-    "submit: first round done",
-]
 
 
 def medians(rounds: Sequence[tuple[float, ...]]) -> list[str]:

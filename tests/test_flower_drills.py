@@ -130,8 +130,8 @@ def test_a_node_that_is_killed_in_a_round_is_missed_and_comes_back(cluster, figu
     reasons = {r["client"]: r["reason"] for r in metrics(folder)[1]["refused"]}
     assert reasons.keys() == {2, 3}
     figure(
-        f"SuperNode killed (SIGKILL) while its clients train: after {ended:.0f} s the round ended with the other node's 2 "
-        f"of 4 clients ('{reasons[2]}'); started again, its clients counted again {back:.0f} s later; accepted by "
+        f"SuperNode killed while its clients train: after {ended:.0f} s the round ended with the other node's "
+        f"2 of 4 clients ('{reasons[2]}'); started again, its clients counted again {back:.0f} s later; accepted by "
         f"round: {accepted}"
     )
 

@@ -19,7 +19,7 @@ from fedprior.node import Settings, numbers
 from fedprior.progress import Silent
 
 SITES = ("partition=sites",)
-SHORT = Patience(wait=0.3, answer=0.3, budget=60.0, poll=0.001)
+SHORT = Patience(wait=0.3, answer=0.3, budget=60.0, poll=0.001, census=0.0)
 FIRST = 11  # the number of site-0, where clients 0 and 1 are; site-1 is 22
 
 
@@ -406,7 +406,7 @@ def test_a_node_prepares_in_as_many_letters_as_its_time_asks_for(words, tmp_path
 
     monkeypatch.setattr(describe, "FLUSH_SECONDS", 0)
     words = ("prior.steps=1", "rounds=1", *words)
-    _, post, lines = go(tmp_path, *words, patience=Patience(wait=60, answer=60, budget=0, poll=0.001))
+    _, post, lines = go(tmp_path, *words, patience=Patience(wait=60, answer=60, budget=0, poll=0.001, census=0.0))
     assert post.log.count((FIRST, "prepare")) > 2
     assert any("site-0 prepares: " in line and " of " in line for line in lines)
     here(experiment("cohort=4", *words), tmp_path)
@@ -448,14 +448,14 @@ def wrong(node, kind, facts):
         (wrong(FIRST, "hello", {"clients": ["a"]}), "its answer is malformed"),
         (wrong(FIRST, "hello", {"versions": 3}), "its answer is malformed"),
         (wrong(FIRST, "hello", {"error": "no such data"}), "no such data"),
-        (wrong(FIRST, "prepare", {"ready": None, "done": "x"}), "its answer is malformed"),
+        (wrong(FIRST, "hello", {"ready": False, "done": "x"}), "its answer is malformed"),
         (wrong(FIRST, "prepare", {"error": "the disk is full"}), "the disk is full"),
         (lambda where, kind, letter, answer: "it raised" if where == FIRST else answer, "it raised"),
     ],
 )
 def test_a_node_that_cannot_take_part_is_named_and_the_rest_is_too_few(fault, why, tmp_path):
     with pytest.raises(UserError, match=f"only 2 clients were ready.*{why}.*start the nodes"):
-        go(tmp_path, patience=SHORT, fault=fault)
+        go(tmp_path, "balance=max", "balance.pool_size=1", "prior.steps=1", patience=SHORT, fault=fault)
     assert not (tmp_path / "runs").exists()
 
 
@@ -556,11 +556,7 @@ def test_a_wrong_configuration_is_one_line(values, why):
 
 
 def test_a_client_beyond_the_experiment_s_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"site-1 stands for client 4, and clients=4"):
-        serve.serve(
-            experiment("cohort=4"),
-            LocalPost(experiment("cohort=4"), sites(tmp_path, clients=("0-3", "4"))),
-            SHORT,
-            tmp_path / "runs",
-            Silent(),
-        )
+    outcome, post, lines = go(tmp_path, "rounds=1", clients=("0-3", "4"))
+    assert "node 22 does not take part: site-1 stands for client 4, and clients=4" in lines
+    assert outcome.curve[0]["accepted"] == 4
+    assert (22, "train") not in post.log

@@ -102,7 +102,7 @@ def heard(folder, **more):
 def test_nothing_leaves_a_site_but_what_the_method_uploads(tmp_path):
     written(tmp_path)
     letters, _ = heard(tmp_path)
-    allowed = {"hello": {"name", "clients", "versions"}, "prepare": {"ready"}, "train": {"uploads", "refused"}}
+    allowed = {"hello": {"name", "clients", "versions", "ready"}, "prepare": {"ready"}, "train": {"uploads", "refused"}}
     for node, kind, answer in letters:
         assert answer.facts.keys() == allowed[kind]
         if kind == "train":
@@ -125,6 +125,11 @@ def test_class_counts_leave_a_site_where_it_says_so(tmp_path):
     for number, held in enumerate(HELD):
         assert said[number] == [[held.get(name, 0) for name in digits.CLASSES]]
     assert outcome.curve[-1]["clients"]["mean"] is not None
+    import pyarrow.parquet as pq
+
+    clients = pq.read_table(tmp_path / "runs" / "it" / "clients.parquet").to_pydict()
+    assert clients["real"] == [sum(held.values()) for held in HELD]
+    assert np.array(clients["rows_by_class"]).tolist() == [[max(held.values())] * len(digits.CLASSES) for held in HELD]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ class Post(Protocol):
         ...
 
     def send(self, letters: Sequence[tuple[int, str, Letter]], seconds: float) -> list[str]:
-        """Sends (node, kind, letter) each -> their numbers. What is not fetched within so many seconds is void."""
+        """Sends (node, kind, letter) each -> their numbers. Answers are taken for longer than so many seconds, since a
+        late one says that its node is free again."""
         ...
 
     def collect(self, numbers: Collection[str]) -> Sequence[Answer]:

@@ -202,7 +202,10 @@ class Node:
         facts["clients"] = [k for k in self.settings.clients if len(federation.clients[k])]
         if self.settings.share_label_counts:
             facts["counts"] = federation.counts()[list(self.settings.clients)].tolist()
-        return Letter(facts)
+        path = self.folder / "prepared.safetensors"
+        if not self.current(path) and self.experiment.balance is None and self.experiment.guide is None:
+            self.make(path, theirs, self.progress)  # at once, since there is nothing to wait for
+        return Letter(facts | {"ready": self.current(path)})
 
     def own(self, theirs: Mapping[str, Any]) -> Federation:
         """The site's data as the federation's only rows. `theirs` says which classes and size (H, W) there are."""
@@ -231,11 +234,7 @@ class Node:
                 self.make(path, letter.facts, Budget(letter.facts["budget"], self.progress))
             except OutOfTime as stop:
                 return Letter({"ready": False, "what": stop.what, "done": stop.done, "total": stop.total})
-        facts: dict[str, Any] = {"ready": True}
-        if self.settings.share_label_counts:
-            after = self.stored().federation
-            facts["counts"] = after.counts()[list(self.settings.clients)].tolist()
-        return Letter(facts)
+        return Letter({"ready": True})
 
     def make(self, path: Path, theirs: Mapping[str, Any], progress: Progress) -> None:
         experiment, clients = self.experiment, self.settings.clients

@@ -18,7 +18,7 @@ from .errors import UsageError, UserError
 from .letters import Letter, Post
 from .memory import ClientMemory
 from .node import agreement
-from .prepare import synthesis
+from .prepare import balance, synthesis
 from .prepare.balance import Discrepancy, GlobalTarget
 from .progress import Progress
 from .run import Outcome, Prepared
@@ -55,7 +55,7 @@ def refuse(experiment: Experiment) -> None:
         raise UsageError("a run over nodes needs a name=, under which it can go on after a crash")
     if experiment.method.pooled:
         raise UsageError("method=centralised has all data in one place, so no nodes; run it with `fedprior run`")
-    guide, balance = experiment.guide, experiment.balance
+    guide, policy = experiment.guide, experiment.balance
     if guide is not None and guide.condition == "dynamic":
         raise UsageError(
             "guide.condition=dynamic asks the diffusion model in every round, and a node loads it in none; use "
@@ -65,7 +65,7 @@ def refuse(experiment: Experiment) -> None:
         raise UsageError("guide.labels=false is judged by a probe on all clients' rows, which stay at their nodes")
     if not isinstance(experiment.partition, Sites):
         return
-    if isinstance(balance, Discrepancy) or (isinstance(balance, GlobalTarget) and balance.target == "global"):
+    if isinstance(policy, Discrepancy) or (isinstance(policy, GlobalTarget) and policy.target == "global"):
         raise UsageError("this balance needs the class counts of all clients, which sites keep; use balance=max")
     if experiment.validation:
         raise UsageError("with partition=sites the server judges on its test set; leave out validation=")
@@ -100,7 +100,7 @@ def prepare(
     if experiment.cohort > len(clients):
         raise UserError(f"cohort={experiment.cohort}, but only {len(clients)} clients hold data; lower cohort")
     images = assemble.images_for_server(experiment, federation, device, progress, prior)
-    told = shared(federation, nodes.stations.values()) if at_sites else planned(experiment, federation)
+    told = shared(experiment, federation, nodes.stations.values()) if at_sites else planned(experiment, federation)
     cohort, enough = experiment.cohort, None
     if patience.over_select > 1:
         enough, cohort = cohort, min(len(clients), round(cohort * patience.over_select))
@@ -159,14 +159,19 @@ def planned(experiment: Experiment, federation: Federation) -> Distant:
     return distant(federation, real, every)
 
 
-def shared(federation: Federation, stations: Iterable[Station]) -> Distant:
-    """What sites say of their class counts, before balancing; zeros for the others."""
+def shared(experiment: Experiment, federation: Federation, stations: Iterable[Station]) -> Distant:
+    """What sites say of their class counts, and what balancing makes of these; zeros for those that say nothing."""
     real = federation.counts()
     for station in stations:
         for client, row in zip(station.clients, station.counts or (), strict=False):
             if len(row) == real.shape[1]:
                 real[client] = row
-    return distant(federation, real, real)
+    every = real
+    if experiment.balance is not None:
+        alone = [balance.plan(experiment.balance, real[[k]], federation.classes) for k in range(len(real))]
+        real = np.concatenate([one.kept for one in alone])
+        every = real + np.concatenate([one.by_class for one in alone])
+    return distant(federation, real, every)
 
 
 def distant(federation: Federation, real: np.ndarray, every: np.ndarray) -> Distant:

@@ -11,7 +11,10 @@ from .common import Json, Words, emit, experiment_of, outcome_table
 
 app = typer.Typer(help="Run an experiment over machines, with Flower.", no_args_is_help=True)
 
-Server = Annotated[Path | None, typer.Option("--server", help="The server's folder that `fedprior deploy init` wrote.")]
+Server = Annotated[
+    Path | None,
+    typer.Option("--server", help="The server's folder that `fedprior deploy init` wrote; ./server by default."),
+]
 Connection = Annotated[str, typer.Option(help="A connection of your own Flower configuration, in place of --server.")]
 RunsThere = Annotated[str, typer.Option("--runs", help="Where run directories go on the server's machine.")]
 Wait = Annotated[float, typer.Option(min=1, help="Seconds without news after which missing nodes are given up.")]
@@ -39,6 +42,9 @@ def run(
     from .. import serve, submit
     from ..engines.remote import Patience
 
+    here = Path("server")  # where an administrator has it
+    if server is None and not connection and (here / "deploy.toml").exists():
+        server = here
     if (server is None) == (not connection):
         raise UsageError("say either --server FOLDER (from `fedprior deploy init`) or --connection NAME")
     experiment = submit.named(experiment_of(words))

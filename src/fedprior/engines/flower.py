@@ -29,6 +29,7 @@ from .remote import Patience
 
 KIND = "safetensors"  # how an array says what its bytes are
 TYPES = {"train": "train"} | {kind: f"query.{kind}" for kind in ("hello", "prepare", "judge", "kept")}
+HALF_DAY = 43_200.0  # seconds that Flower keeps a message at least
 LOST = 300.0  # seconds without a SuperLink after which the server gives up
 MOST_FACTS = 64_000_000  # bytes
 
@@ -80,7 +81,7 @@ class GridPost:
     def send(self, letters: Sequence[tuple[int, str, Letter]], seconds: float) -> list[str]:
         arrays: dict[int, Array] = {}
         messages = [
-            Message(pack(letter, arrays), dst_node_id=node, message_type=TYPES[kind], ttl=seconds)
+            Message(pack(letter, arrays), dst_node_id=node, message_type=TYPES[kind], ttl=max(HALF_DAY, 2 * seconds))
             for node, kind, letter in letters
         ]
         self.largest = max([self.largest, *(float(len(array.data)) for array in arrays.values())])

@@ -32,7 +32,8 @@ class Patience:
     answer: float = 3600.0  # for the answers of a round
     budget: float = 600.0  # that a node prepares at a stretch
     over_select: float = 1.0  # clients asked for each that a round needs; the first to answer count
-    poll: float = 0.2  # between two looks
+    poll: float = 0.2  # between two looks for answers
+    census: float = 2.0  # between two looks who is there
     remind: float = 30.0  # between two lines that say who is missing
 
 
@@ -44,7 +45,7 @@ class Station:
     clients: tuple[int, ...] = ()  # that hold data; it alone answers for them
     ready: bool = False
     refused: str = ""  # why it does not take part
-    counts: list[list[int]] | None = None  # rows of each class at its clients, where it shares them
+    counts: list[list[int]] | None = None  # real rows of each class at its clients, where it shares them
     state: str = "has not said who it is"
     gone: bool = False
 
@@ -65,15 +66,20 @@ class Nodes:
     stations: dict[int, Station] = field(default_factory=dict)
     open: dict[str, tuple[int, str]] = field(default_factory=dict)  # letters without an answer: node, kind
     progressed: float = 0.0  # when something got done last
+    here: set[int] = field(default_factory=set)  # who was there at the last census
+    counted: float = float("-inf")  # when that was
 
     def look(self) -> list[tuple[int, str, Answer]]:
         """Greets new nodes, takes in who is ready -> answers to other letters, with node and kind."""
-        here = set(self.post.nodes())
+        if time.monotonic() - self.counted >= self.patience.census:
+            self.here, self.counted = set(self.post.nodes()), time.monotonic()
+        here = self.here
         new = [n for n in here if n not in self.stations or self.stations[n].gone]
         for node, station in self.stations.items():
             if node not in here and not station.gone:
                 station.gone, station.ready = True, False
                 self.say(f"{station.name or f'node {node}'} is gone")
+                self.open = {number: of for number, of in self.open.items() if of[0] != node}
         self.stations |= {node: Station() for node in new}
         self.send([(node, "hello", Letter(self.greeting)) for node in new], self.patience.answer)
         others = []
@@ -100,12 +106,9 @@ class Nodes:
         facts = answer.letter.facts if answer.letter else {"error": answer.error}
         try:
             error = str(facts.get("error", "")) or (self.welcome(station, answer) if kind == "hello" else "")
-            if not error and kind == "hello":
-                station.state = "prepares"
-            elif not error:
+            if not error:
                 station.ready = bool(facts["ready"])
                 station.state = "is ready" if station.ready else progress_of(facts)
-                station.counts = counts_of(facts, station.clients) or station.counts
         except (KeyError, TypeError, ValueError, AttributeError) as wrong:
             error = f"its answer is malformed ({type(wrong).__name__}: {wrong})"
         self.progressed = time.monotonic()
@@ -193,7 +196,7 @@ class Nodes:
                     self.again(node)
                 yield node, error or answer.letter or "no answer"
             for node in [n for n in waiting if self.stations[n].gone]:
-                self.open.pop(waiting.pop(node), None)
+                del waiting[node]
                 yield node, f"{self.stations[node].name} was gone before it answered"
             now = time.monotonic()
             if now > end:
@@ -217,6 +220,9 @@ class Nodes:
 
 
 def progress_of(facts: Mapping[str, Any]) -> str:
+    """How far a node is, in words."""
+    if "done" not in facts:
+        return "prepares"
     return f"prepares: {str(facts.get('what', 'something'))[:100]}, {int(facts['done'])} of {int(facts['total'])}"
 
 
