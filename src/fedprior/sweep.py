@@ -91,7 +91,7 @@ class Cell(NamedTuple):
 
 def slug(text: str) -> str:
     """A label as part of a directory's name."""
-    return re.sub(r"[^\w.+]+", "_", text).strip("_.") or "_"
+    return re.sub(r"[^\w.+-]+", "_", text).strip("_.") or "_"
 
 
 def grid(words: Sequence[str], columns: Sequence[str] = (), name: str = "") -> Sweep:

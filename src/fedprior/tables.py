@@ -117,7 +117,7 @@ def strongest(
     x = np.array(list(full.values()))  # [rows, seeds]
     means = x.mean(1)
     best = int(means.argmin() if lower else means.argmax())
-    worse = differs(x, best)
+    worse = differs(x, best).tolist()
     return [row for row, bad in zip(full, worse, strict=True) if not bad]
 
 
@@ -128,7 +128,7 @@ def differs(x: np.ndarray, best: int) -> np.ndarray:
     rows, seeds = x.shape
     gaps = np.abs(x.mean(1) - x[best].mean())
     if seeds < 2 or rows < 2:
-        return np.arange(rows) != best
+        return np.asarray(np.arange(rows) != best)
     residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
     free = (rows - 1) * (seeds - 1)
     error = float((residual**2).sum()) / free
@@ -198,9 +198,8 @@ def column_name(column: tuple[str, ...]) -> str:
 
 def markdown(table: Table) -> str:
     """A GitHub table with its notes below."""
-    heads = [*table.heads, *map(column_name, table.columns)]
-    lines = [" | ".join(["", *heads, ""]).strip(), "|" + " --- |" * len(heads)]
-    lines[0] = f"| {' | '.join(heads)} |"
+    heads = [*map(_plain, table.heads), *(_plain(column_name(column)) for column in table.columns)]
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in table.rows:
         cells = [_marked(table.entries[row, column], table.metric, "**", "**") for column in table.columns]
         lines.append(f"| {' | '.join([*map(_plain, row), *cells])} |")

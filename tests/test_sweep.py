@@ -1,0 +1,260 @@
+"""Sweeps: what a cell is, what survives a kill, and that one failure stops nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from fedprior import sweep as grids
+from fedprior import sweeps as named
+from fedprior.cli import main
+from fedprior.errors import UsageError, UserError
+from fedprior.progress import Silent
+from fedprior.sweep import Axis, Sweep, carry_out, fitting, grid, load, reserve, slug
+
+SMALL = ("clients=4", "cohort=2", "rounds=2", "steps=2", "batch_size=8")
+
+
+def files(folder):
+    """What a sweep's cells came to, without times."""
+    kept = {}
+    for path in sorted(folder.rglob("*")):
+        if path.name in ("metrics.jsonl", "model.safetensors", "partition.json", "table.md"):
+            kept[path.relative_to(folder).as_posix()] = path.read_bytes()
+    return kept
+
+
+def call(capsys, monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["fedprior", *map(str, words)])
+    try:
+        main()
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+# what a grid is
+
+
+def test_words_with_several_values_vary_and_the_partition_s_go_along_the_columns():
+    made = grid(["digits", *SMALL, "method=fedavg,scaffold", "partition.alpha=0.1,0.5", "seed=0,1,2"])
+    assert [axis.name for axis in made.rows] == ["method"]
+    assert [axis.name for axis in made.columns] == ["partition.alpha"]
+    assert made.base == ("digits", *SMALL)
+    cells = made.cells()
+    assert len(cells) == 12
+    assert [cell.seed for cell in cells] == [0] * 4 + [1] * 4 + [2] * 4
+    first = made.experiment(cells[0])
+    assert (first.partition.alpha, first.seed, first.name) == (0.1, 0, "fedavg-alpha_0.1-seed0")
+
+
+def test_values_with_commas_are_told_apart_by_semicolons():
+    made = grid(["guide=feddifrc", "guide.levels=2;3;2,3,4"])
+    assert [tuple(made.experiment(cell).guide.wanted) for cell in made.cells()] == [(2,), (3,), (2, 3, 4)]
+    assert len(grid(["guide=feddifrc", "guide.levels=2,3", "seed=0,1", "method=fedavg,moon"]).cells()) == 4
+
+
+def test_only_the_partition_varies_so_it_is_the_rows():
+    made = grid(["partition.alpha=0.1,0.5"])
+    assert ([axis.name for axis in made.rows], made.columns) == (["partition.alpha"], ())
+
+
+def test_columns_can_be_said():
+    made = grid(["method=fedavg,moon", "steps=1,2", "partition.alpha=0.1,1"], columns=["steps"])
+    assert [axis.name for axis in made.columns] == ["steps"]
+    assert [axis.name for axis in made.rows] == ["method", "partition.alpha"]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "nothing varies"),
+        (["seed=0,1"], "nothing varies"),
+        (["method=fedavg,"], "empty value"),
+        (["method=moon,moon"], "comes twice"),
+        (["method=fedavg,moon", "seed=a"], "whole numbers"),
+        (["method=fedavg,moon", "seed=0,0"], "comes twice"),
+        (["net=cnn,cnn+"], None),
+    ],
+)
+def test_what_is_no_grid_is_one_line(words, why):
+    if why is None:
+        assert len(grid(words).cells()) == 2
+        return
+    with pytest.raises(UsageError, match=why):
+        grid(words)
+
+
+def test_labels_that_would_share_a_directory_are_refused():
+    axis = Axis(name="a", values={"x y": ("steps=1",), "x/y": ("steps=2",)})
+    with pytest.raises(UsageError, match="two cells would be called x_y-seed0"):
+        Sweep(name="n", base=(), rows=(axis,))
+
+
+@pytest.mark.parametrize(("text", "name"), [("Dir(0.5)", "Dir_0.5"), ("+ diversity", "+_diversity"), ("/", "_")])
+def test_a_label_becomes_a_name(text, name):
+    assert slug(text) == name
+
+
+def test_words_of_what_is_switched_off_are_left_out():
+    words = ("digits", "balance=max", "balance.pool_size=3", "guide=feddifrc", "guide.levels=4", "balance=none")
+    assert fitting(words) == ["digits", "balance=max", "guide=feddifrc", "guide.levels=4", "balance=none"]
+    assert fitting(("balance=none", "balance=max", "balance.cap=3")) == ["balance=none", "balance=max", "balance.cap=3"]
+
+
+# the papers' tables
+
+
+@pytest.mark.parametrize("name", named.SWEEPS)
+@pytest.mark.parametrize("scale", ["full", "gpu-hour", "cpu-hour", "smoke"])
+def test_every_cell_of_every_table_is_an_experiment(name, scale, monkeypatch):
+    if (name, scale) == ("gen-fedsd/table2", "cpu-hour"):  # no embedded prior knows a hundred classes
+        with pytest.raises(UsageError, match="scale of gen-fedsd/table2"):
+            named.named(name, [f"scale={scale}"])
+        return
+    made = named.named(name, [f"scale={scale}"])
+    cells = made.cells()
+    assert len(cells) == len(made.seeds) * (36 if "gen-fedsd" in name else 4 * len(made.rows[0].values))
+    assert len({repr(made.experiment(cell)) for cell in cells}) == len(cells)
+    assert bool(made.scale) == (scale != "full")
+
+
+def test_the_full_table_is_the_recipe_s_own_settings():
+    from fedprior.recipes import RECIPES
+
+    made = named.named("gen-fedsd/table1", [])
+    cell = next(c for c in made.cells() if (c.row, c.column, c.seed) == (("FedAvg", "+ diversity"), ("Dir(0.5)",), 0))
+    from dataclasses import replace
+
+    assert made.experiment(cell) == replace(RECIPES["gen-fedsd/cifar10"](), name=cell.name)
+    assert made.seeds == (0, 1, 2)
+
+
+def test_published_numbers_are_where_the_table_has_cells():
+    for (name, _), numbers in named.PUBLISHED.items():
+        made = named.SWEEPS[name]("full")
+        assert numbers.keys() <= {(cell.row, cell.column) for cell in made.cells()}
+    table1 = named.PUBLISHED["gen-fedsd/table1", "mean_last10"]
+    assert len(table1) == 36
+    assert table1[("SCAFFOLD", "+ diversity"), ("Dir(0.05)",)][:2] == (61.91, 3.31)
+
+
+def test_changes_of_a_table_are_said_in_its_scale_and_places_are_not():
+    assert named.named("gen-fedsd/table1", ["data.path=x", "engine=pool"]).scale == ""
+    assert "changed: rounds=3" in named.named("gen-fedsd/table1", ["scale=smoke", "rounds=3"]).scale
+
+
+# running
+
+
+def test_a_sweep_runs_its_cells_and_a_second_time_none(tmp_path):
+    made = grid([*SMALL, "method=fedavg,local", "seed=0,1"])
+    folder = tmp_path / made.name
+    reserve(made, folder)
+    assert carry_out(folder, 1, Silent())[:2] == (4, {})
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != "sweep.json"}
+    reserve(made, folder)
+    assert carry_out(folder, 1, Silent())[:2] == (4, {})
+    assert {p: p.stat().st_mtime_ns for p in before} == before
+
+
+def test_more_seeds_join_and_another_sweep_is_refused(tmp_path):
+    reserve(grid([*SMALL, "method=fedavg,local", "name=n"]), tmp_path / "n")
+    reserve(grid([*SMALL, "method=fedavg,local", "seed=3", "name=n"]), tmp_path / "n")
+    assert load(tmp_path / "n").seeds == (0, 3)
+    with pytest.raises(UserError, match="holds another sweep"):
+        reserve(grid([*SMALL, "method=fedavg,moon", "name=n"]), tmp_path / "n")
+
+
+def test_a_cell_that_means_nothing_stops_the_sweep_before_any_is_run(tmp_path):
+    with pytest.raises(UsageError, match=r"fedavg-alpha_-1-seed0: .*partition.alpha"):
+        reserve(grid([*SMALL, "method=fedavg,local", "partition.alpha=0.5,-1"]), tmp_path / "n")
+    assert not (tmp_path / "n").exists()
+
+
+def test_a_failed_cell_is_listed_stops_nothing_and_is_tried_again(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("sweep", *SMALL, "partition.min_size=1", "clients=4,100000", "method=fedavg,local", "name=it")
+    code, out, err = call(capsys, monkeypatch, *words, "--json")
+    assert code == 1
+    assert "2 of 4 cells failed" in err
+    assert "clients=100000 is more than" in err
+    assert "Traceback" not in err
+    result = json.loads(out.splitlines()[-1])
+    assert (result["done"], len(result["failed"])) == (2, 2)
+    assert "Traceback" in (tmp_path / "sweeps/it/failed/100000-fedavg-seed0.txt").read_text()
+    code, _, _ = call(capsys, monkeypatch, "sweep", "sweeps/it")
+    assert code == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_path):
+    """Twice, two workers at a time, with all their children; then to the end."""
+    words = [*SMALL, "rounds=6", "method=fedavg,scaffold", "balance=none,max", "balance.pool_size=4", "prior.steps=1"]
+    command = [sys.executable, "-m", "fedprior.cli", "sweep", *words, "seed=0,1", "name=it", "--workers", "2"]
+
+    def start(root):
+        return subprocess.Popen(
+            [*command, "--sweeps", root / "sweeps"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, "FEDPRIOR_CACHE": str(root / "cache")},
+        )
+
+    assert start(tmp_path / "whole").wait() == 0
+    cells = tmp_path / "killed" / "sweeps" / "it" / "cells"
+    for enough in (2, 5):
+        child = start(tmp_path / "killed")
+        while sum(1 for _ in cells.glob("*/metrics.jsonl")) < enough and child.poll() is None:
+            time.sleep(0.05)
+        os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    assert start(tmp_path / "killed").wait() == 0
+    whole, killed = (files(tmp_path / name / "sweeps") for name in ("whole", "killed"))
+    assert len(whole) == 8 * 3 + 1
+    assert whole == killed
+
+
+def test_a_worker_that_dies_takes_one_cell_with_it(tmp_path, monkeypatch):
+    """The other cells end, and the dead one is named."""
+    made = grid([*SMALL, "method=fedavg,local,moon"])
+    folder = tmp_path / made.name
+    reserve(made, folder)
+    deadly = "import os, sys, fedprior.run as r, fedprior.sweep as s; plain = r.run\n"
+    deadly += (
+        "def run(e, *a, **k):\n    os._exit(7) if e.name.startswith('local') else None\n    return plain(e, *a, **k)\n"
+    )
+    deadly += "r.run = run; s.main(sys.argv[1])"
+
+    class Deadly(subprocess.Popen):
+        def __init__(self, command, **more):
+            super().__init__([command[0], "-c", deadly, command[-1]], **more)
+
+    monkeypatch.setattr(grids.subprocess, "Popen", Deadly)
+    standing = carry_out(folder, 2, Silent())
+    assert standing.done == 2
+    assert standing.failed == {"local-seed0": "its process ended with code 7 (out of memory?)"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("scale=smoke", "method=fedavg,moon"), "scale=smoke is for a paper's table"),
+        (("gen-fedsd/table9", "method=fedavg,moon"), "unknown recipe"),
+        (("gen-fedsd/table1", "scale=tiny"), "unknown scale of gen-fedsd/table1 'tiny'"),
+        (("gen-fedsd/table1", "--columns", "method"), "leave out --columns"),
+        (("method=fedavg,moo", "clients=4", "cohort=2"), "did you mean moon"),
+    ],
+)
+def test_wrong_words_are_one_line(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, monkeypatch, "sweep", *words)
+    assert code == 2
+    assert message in err
+    assert not list(tmp_path.iterdir())
