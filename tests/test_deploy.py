@@ -92,6 +92,17 @@ def test_a_server_is_not_trusted_under_another_name_by_others_or_once_it_expired
         handshake(tmp_path, chain, signer.certificate, "fl.example.org")
 
 
+def test_only_the_authority_may_sign(signer):
+    from cryptography import x509
+
+    for pair, may in ((signer, True), (certificates.server(signer, (), 9), False)):
+        found = x509.load_pem_x509_certificate(pair.certificate).extensions
+        constraints = found.get_extension_for_class(x509.BasicConstraints)
+        assert constraints.critical
+        assert (constraints.value.ca, constraints.value.path_length) == (may, 0 if may else None)
+        assert found.get_extension_for_class(x509.KeyUsage).value.key_cert_sign == may
+
+
 def test_facts_of_a_certificate(signer, tmp_path):
     pair, other = certificates.server(signer, ("a.org",), 30), certificates.server(signer, ("a.org",), 30)
     crt, key = map(Path, files(tmp_path, pair))
@@ -210,13 +221,16 @@ def test_commands_that_the_instructions_name_exist(made):
 def test_flowers_config_follows_the_folder(own):
     from flwr.cli.flower_config import parse_superlink_connection
 
-    layout.connection(own / "server", 8000)
+    layout.connection(layout.read(own / "server"))
     found = tomllib.loads((own / "server" / "flwr" / "config.toml").read_text())["superlink"]
     assert found["default"] == "fedprior"
     connection = parse_superlink_connection(found["fedprior"], "fedprior")
     assert connection.address == "127.0.0.1:8000"
     assert connection.root_certificates == str(own / "server" / "ca.crt")
     assert not connection.insecure
+    for host, control in (("0.0.0.0", "127.0.0.1:8000"), ("192.0.2.7", "192.0.2.7:8000"), ("::", "[::1]:8000")):
+        server = layout.Server(own / "server", host, 8000, 8443, ("a",))
+        assert server.control == control
 
 
 def test_start_sh_starts_its_own_folder_from_anywhere(made, tmp_path):
@@ -284,6 +298,7 @@ def spoilt(own, name, old, new):
         (["init", "{own}/new", "--nodes", "1", "--port", "8000"], 2, "both 8000"),
         (["init", "{own}/new", "--nodes", "1", "--host", "https://fl.example.org"], 2, "no host name"),
         (["init", "{own}/new", "--nodes", "1", "--host", 'a";'], 2, "no host name"),
+        (["init", "/dev/null/new", "--nodes", "1"], 1, "cannot write in /dev/null/new"),
         (["rotate", "{own}", "site-9"], 2, "unknown node 'site-9'; did you mean site-"),
         (["remove", "{own}", "../site-0"], 2, "unknown node"),
         (["add", "{own}/site-0"], 1, "holds no deployment"),
@@ -319,7 +334,8 @@ def test_settings_that_mean_nothing_are_refused(own, name, old, new, says):
         layout.read(spoilt(own, name, old, new))
 
 
-def test_a_superlink_that_others_reach_is_refused_without_a_proxy(own, capsys):
+def test_a_superlink_that_others_reach_is_refused_without_a_proxy(own, capsys, monkeypatch):
+    monkeypatch.setattr(start, "supervise", lambda program, variables: pytest.fail("it was started"))
     server = spoilt(own, "server", '"127.0.0.1"', '"0.0.0.0"')
     code, _, err = call(capsys, "deploy", "start", server)
     assert code == 2

@@ -1,6 +1,8 @@
 """`fedprior deploy ...`: folders for a federation over machines, started and checked."""
 
 import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +18,15 @@ Folder = Annotated[Path, typer.Argument(help="A server's or a node's folder.")]
 Nodes = Annotated[int, typer.Option(min=1, max=10_000, help="Nodes, each of which gets a folder.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port of the server that nodes connect to, the proxy's.")]
 Days = Annotated[int, typer.Option(min=1, max=3650, help="Days for which the server's certificate is valid.")]
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Within, a file that cannot be written ends in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot write in {folder} ({error}); name a folder of your own") from None
 
 
 def _needs_flower() -> None:
@@ -41,7 +52,8 @@ def deploy_init(
     from ..deploy import layout
 
     names = tuple(host or ["localhost"])
-    sites = layout.init(folder, nodes, names, port, superlink_port, days)
+    with _writing(folder):
+        sites = layout.init(folder, nodes, names, port, superlink_port, days)
     print(f"{folder}/server is for the server, {sites[0].name} to {sites[-1].name} are for one node each.")
     if host is None:
         print("No --host was given, so nodes reach the server only on its own machine.")
@@ -55,7 +67,8 @@ def deploy_add(folder: Deployment, nodes: Nodes = 1, as_json: Json = False) -> N
     _needs_flower()
     from ..deploy import layout
 
-    sites = layout.add(folder, nodes)
+    with _writing(folder):
+        sites = layout.add(folder, nodes)
     print(f"New: {', '.join(site.name for site in sites)}. {_apply(folder)}")
     emit({"nodes": [str(site) for site in sites]}, as_json)
 
@@ -72,10 +85,12 @@ def deploy_rotate(
     from ..deploy import layout
 
     if what == "server":
-        made = layout.rotate_server(folder, days)
+        with _writing(folder):
+            made = layout.rotate_server(folder, days)
         print(f"New: {made}/server.crt and server.key. Bring both to the server, then restart SuperLink and proxy.")
     else:
-        made = layout.rotate_site(folder, what)
+        with _writing(folder):
+            made = layout.rotate_site(folder, what)
         print(f"New: {made}/node.key. Bring it to {what}. {_apply(folder)}")
     emit({"directory": str(made)}, as_json)
 
@@ -88,7 +103,8 @@ def deploy_remove(
     _needs_flower()
     from ..deploy import layout
 
-    layout.revoke(folder, node)
+    with _writing(folder):
+        layout.revoke(folder, node)
     print(f"The key of {node} is revoked. {_apply(folder)}")
     emit({"removed": node}, as_json)
 

@@ -121,9 +121,12 @@ def _ports(settings: Server | Node) -> Iterator[Check]:
     assert isinstance(settings, Server)
     start.program_of(settings)  # refuses another host than loopback
     yield Check("host", True, settings.host if layout.loopback(settings.host) else f"{settings.host}, behind a proxy")
-    for name, port in (("SuperLink", settings.port), ("proxy", settings.public_port)):
+    for name, host, port in (
+        ("SuperLink", *layout.split_address(settings.control)),
+        ("proxy", "localhost", settings.public_port),
+    ):
         try:
-            answer = _ask(settings.folder / "ca.crt", "localhost", port, "GET", "/health")
+            answer = _ask(settings.folder / "ca.crt", host, port, "GET", "/health")
         except ConnectionRefusedError:
             yield Check(name, True, f"not running; port {port} is free")
             continue
@@ -135,7 +138,7 @@ def _ports(settings: Server | Node) -> Iterator[Check]:
             continue
         yield Check(name, answer.status == 200, f"answers on port {port}", _behind(answer.status))
         if name == "proxy":
-            yield from _closed(settings.folder / "ca.crt", "localhost", port)
+            yield from _closed(settings.folder / "ca.crt", host, port)
         elif answer.status == 200:
             states = registry.states(settings)
             strange = [node for node, state in states.items() if state in ("unknown", "unregistered")]

@@ -51,6 +51,11 @@ class Server:
     names: tuple[str, ...]
     proxy_acknowledged: bool = False
 
+    @property
+    def control(self) -> str:
+        """Where administrators on this machine reach the SuperLink, as HOST:PORT."""
+        return address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host), self.port)
+
 
 @dataclass(frozen=True)
 class Node:
@@ -89,7 +94,7 @@ def init(
     _render(server / "start.sh", "start.sh", mode=0o755)
     for name in ("superlink", "proxy"):
         _render(server / "systemd" / f"fedprior-{name}.service", f"{name}.service", folder="server")
-    connection(server, superlink_port)
+    connection(server_of(folder))
     _render(folder / "README.md", "README.md", **values, address=address(names[0], port), days=days)
     return add(folder, nodes)
 
@@ -203,13 +208,14 @@ def read(folder: Path) -> Server | Node:
     return settings
 
 
-def connection(server: Path, port: int) -> None:
+def connection(server: Server) -> None:
     """Writes Flower's own `config.toml`, in which paths must be absolute, for where the folder lies now."""
+    authority = json.dumps(str((server.folder / "ca.crt").resolve()))
     text = (
-        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "127.0.0.1:{port}"\n'
-        f"root-certificates = {json.dumps(str((server / 'ca.crt').resolve()))}\n"
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{server.control}"\n'
+        f"root-certificates = {authority}\n"
     )
-    path = server / "flwr" / "config.toml"
+    path = server.folder / "flwr" / "config.toml"
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         _folder(path.parent)
         store.write_text(path, text)

@@ -70,7 +70,7 @@ def _superlink(server: Server) -> Iterator[Any]:
 
     try:
         with ControlHttpClient.from_server_address(
-            layout.address("localhost" if layout.loopback(server.host) else server.host, server.port),
+            server.control,
             insecure=False,
             root_certificates=(server.folder / "ca.crt").read_bytes(),
             interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr CLI")],
@@ -81,7 +81,7 @@ def _superlink(server: Server) -> Iterator[Any]:
         raise UserError(f"the SuperLink refused: {said}") from None
     except httpx.HTTPError as error:
         raise UserError(
-            f"no SuperLink of this deployment answers on port {server.port} ({error}); start it first with "
+            f"no SuperLink of this deployment answers at {server.control} ({error}); start it first with "
             f"{server.folder / 'start.sh'}"
         ) from None
 

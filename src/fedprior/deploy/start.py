@@ -47,7 +47,7 @@ def start(folder: Path, proxy: bool = False) -> None:
     settings = layout.read(folder)
     variables = environment(settings)
     if isinstance(settings, Server):
-        layout.connection(folder, settings.port)
+        layout.connection(settings)
     program = program_of(settings, proxy)
     os.umask(0o077)
     os.chdir(folder)  # relative paths in node.toml count from here
