@@ -54,4 +54,9 @@ class LocalPost:
             answer = self.fault(node, kind, letter, answer)
         if answer is None:
             return None
-        return Answer(number, None, answer) if isinstance(answer, str) else Answer(number, copied(answer))
+        if isinstance(answer, str):
+            return Answer(number, None, answer)
+        try:
+            return Answer(number, copied(answer))
+        except ValueError as error:
+            return Answer(number, None, f"its answer is malformed ({error})")

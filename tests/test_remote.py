@@ -12,6 +12,7 @@ from test_serve import QUICK, experiment, here, memories, over_nodes, same, site
 from fedprior import assemble, serve, store
 from fedprior import node as node_module
 from fedprior.config import Experiment, override
+from fedprior.engines import remote
 from fedprior.engines.remote import Patience
 from fedprior.errors import UsageError, UserError
 from fedprior.letters import Letter
@@ -19,7 +20,7 @@ from fedprior.node import Settings, numbers
 from fedprior.progress import Silent
 
 SITES = ("partition=sites",)
-SHORT = Patience(wait=0.3, answer=0.3, budget=60.0, poll=0.001, census=0.0)
+SHORT = Patience(wait=0.3, answer=0.3, budget=60.0, poll=0.001, census=0.0, again=0.0)
 FIRST = 11  # the number of site-0, where clients 0 and 1 are; site-1 is 22
 
 
@@ -93,6 +94,13 @@ def replaced(**parts):
     return lambda answer: Letter(answer.facts | parts.get("facts", {}), parts.get("trees", answer.trees))
 
 
+def nested(depth):
+    tree = {"x": torch.zeros(1)}
+    for _ in range(depth):
+        tree = {"x": tree}
+    return tree
+
+
 def dropped_name(answer):
     tree = answer.trees["0"]["method"]["delta"]
     tree.pop(next(iter(tree)))
@@ -135,6 +143,9 @@ MALFORMED = {
     "weight -1": with_facts(weight=-1.0),
     "weight NaN": with_facts(weight=float("nan")),
     "weight infinite": with_facts(weight=float("inf")),
+    "weight 1.7e308": with_facts(weight=1.7e308),
+    "loss 1.7e308": with_facts(loss=1.7e308),
+    "nested too deeply": lambda answer: Letter(answer.facts, answer.trees | {"0": nested(500)}),
     "weight that is text": with_facts(weight="many"),
     "weight that is nothing": with_facts(weight=None),
     "weight that is a list": with_facts(weight=[1.0]),
@@ -168,7 +179,14 @@ def without_client_0(tmp_path_factory):
     return folder / "runs" / "it"
 
 
-BOTH = ("no uploads", "uploads that are", "refusals that are", "no facts", "an error")  # spoil client 1's part too
+BOTH = (
+    "nested too deeply",
+    "no uploads",
+    "uploads that are",
+    "refusals that are",
+    "no facts",
+    "an error",
+)  # spoil client 1's part too
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -305,7 +323,7 @@ def test_a_node_that_lost_what_a_client_remembers_says_so(tmp_path):
 def test_a_node_that_lost_what_it_prepared_makes_it_again(tmp_path):
     def fault(node, kind, letter, answer):
         if (node, kind) == (FIRST, "train") and letter.facts["round"] == 0:
-            [path] = (tmp_path / "site-0" / "runs").glob("*/prepared.safetensors")
+            [path] = (tmp_path / "site-0" / "runs").glob("*/prepared-*.safetensors")
             content = bytearray(path.read_bytes())
             content[-1] ^= 1
             path.write_bytes(content)
@@ -406,7 +424,9 @@ def test_a_node_prepares_in_as_many_letters_as_its_time_asks_for(words, tmp_path
 
     monkeypatch.setattr(describe, "FLUSH_SECONDS", 0)
     words = ("prior.steps=1", "rounds=1", *words)
-    _, post, lines = go(tmp_path, *words, patience=Patience(wait=60, answer=60, budget=0, poll=0.001, census=0.0))
+    _, post, lines = go(
+        tmp_path, *words, patience=Patience(wait=60, answer=60, budget=0, poll=0.001, census=0.0, again=0.0)
+    )
     assert post.log.count((FIRST, "prepare")) > 2
     assert any("site-0 prepares: " in line and " of " in line for line in lines)
     here(experiment("cohort=4", *words), tmp_path)
@@ -443,6 +463,12 @@ def wrong(node, kind, facts):
     ("fault", "why"),
     [
         (wrong(FIRST, "hello", {"partition": "other"}), "its data are not the server's"),
+        (wrong(FIRST, "hello", {"data": "other"}), "its data are not the server's"),
+        (wrong(FIRST, "hello", {"clients": [0, 0]}), "come twice"),
+        (wrong(FIRST, "hello", {"clients": [0, 9]}), "are not all there"),
+        (wrong(FIRST, "hello", {"clients": [0, -1]}), "are not all there"),
+        (wrong(FIRST, "hello", {"clients": [float("inf")]}), "its answer is malformed"),
+        (wrong(FIRST, "hello", {"counts": [[1e30] * 10] * 2}), "its answer is malformed"),
         (wrong(FIRST, "hello", {"versions": {"torch": "1.0"}}), "its torch is 1.0"),
         (wrong(FIRST, "hello", {"clients": None}), "its answer is malformed"),
         (wrong(FIRST, "hello", {"clients": ["a"]}), "its answer is malformed"),
@@ -460,12 +486,33 @@ def test_a_node_that_cannot_take_part_is_named_and_the_rest_is_too_few(fault, wh
 
 
 def test_a_run_goes_on_without_nodes_that_it_can_do_without(tmp_path):
-    e = experiment("cohort=2", "rounds=1")
+    """Cohorts are drawn over all clients, as on one machine, and those without a node are named."""
+    e = experiment("cohort=2", "rounds=4")
     post = LocalPost(e, sites(tmp_path, clients=("0-1",)))
     said = Said()
     outcome = serve.serve(e, post, SHORT, tmp_path / "runs", said)
-    assert outcome.curve[0]["cohort"] == [0, 1]
     assert any("goes on without those that are missing: 2 of 4 clients have no node" in line for line in said.lines)
+    alone = here(e, tmp_path)
+    for mine, theirs in zip(outcome.curve, alone.curve, strict=True):
+        assert mine["cohort"] == theirs["cohort"]
+        assert {r["client"]: r["reason"] for r in mine["refused"]} == {
+            k: "no node stands for it" for k in mine["cohort"] if k > 1
+        }
+
+
+def test_a_node_that_comes_late_counts_from_then_on(tmp_path):
+    e = experiment("cohort=2", "rounds=6")
+    post = LocalPost(e, sites(tmp_path))
+    late = post.sites.pop(22)
+
+    def fault(node, kind, letter, answer):
+        if kind == "train" and letter.facts["round"] == 0:
+            post.sites[22] = late
+        return answer
+
+    post.fault = fault
+    outcome = serve.serve(e, post, SHORT, tmp_path / "runs", Silent())
+    assert [line["accepted"] for line in outcome.curve[2:]] == [2, 2, 2, 2]
 
 
 def test_two_nodes_cannot_stand_for_the_same_client(tmp_path):
@@ -525,6 +572,256 @@ def test_own_models_cannot_be_judged_while_a_node_is_gone_and_the_run_goes_on_la
     same(tmp_path / "here" / "it", tmp_path / "runs" / "it")
 
 
+# trouble that passes, and what nodes keep
+
+
+def test_a_node_with_trouble_that_passes_is_asked_again(tmp_path):
+    """A reply that Flower makes up for a process that died, then a disk that is full for a moment."""
+    troubles = [
+        lambda answer: "ClientApp stopped responding",
+        lambda answer: Letter({"error": "full", "passing": True}),
+    ]
+
+    def fault(node, kind, letter, answer):
+        return troubles.pop()(answer) if (node, kind) == (FIRST, "hello") and troubles else answer
+
+    outcome, post, lines = go(tmp_path, fault=fault)
+    assert outcome.curve[0]["accepted"] == 4
+    assert post.log.count((FIRST, "hello")) == 3
+    assert sum("has trouble" in line for line in lines) == 2
+
+
+def test_a_full_disk_is_trouble_that_passes(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(node_module.store, "write_tree", full)
+    monkeypatch.setenv("FEDPRIOR_CACHE", str(tmp_path / "cache"))
+    e = experiment("cohort=4")
+    answer = node_module.answered(e, sites(tmp_path)[FIRST], "hello", Letter(greeting_of(e)), Silent())
+    assert "give state-dir a folder with space" in answer.facts["error"]
+    assert answer.facts["passing"]
+
+
+def greeting_of(e):
+    return serve.greeting(e, assemble.split(e).federation)
+
+
+def test_a_node_that_never_gets_ready_does_not_keep_the_others_waiting(tmp_path):
+    fault = wrong(22, "hello", {"ready": False})
+    never = lambda node, kind, letter, answer: (
+        Letter({"ready": False, "what": "images", "done": 3, "total": 9})
+        if (node, kind) == (22, "prepare")
+        else fault(node, kind, letter, answer)
+    )
+    e = experiment("cohort=2", "rounds=1")
+    said = Said()
+    serve.serve(e, LocalPost(e, sites(tmp_path), fault=never), SHORT, tmp_path / "runs", said)
+    assert any("goes on without those that are missing: site-1 prepares: images, 3 of 9" in line for line in said.lines)
+
+
+@pytest.mark.parametrize("words", [("balance.align=half",), ("balance.pool=per_client", "balance.confidence=0.01")])
+def test_preparing_ends_however_short_its_time_is(words, tmp_path):
+    """What is found in the cache counts as done too, so that more than before has to be done in each letter."""
+    words = ("balance=max", "prior.steps=1", "rounds=1", "clients=3", "cohort=3", "balance.cap=3", *words)
+    e = experiment(*words)
+    patience = Patience(wait=60, answer=60, budget=0, poll=0.001, census=0.0)
+    post = LocalPost(e, sites(tmp_path, clients=("0-2",)))
+    outcome = serve.serve(e, post, patience, tmp_path / "runs", Silent())
+    assert outcome.curve[0]["accepted"] == 3
+    assert 1 < post.log.count((FIRST, "prepare")) < 60
+
+
+def test_a_letter_that_comes_after_a_newer_one_forgets_nothing(tmp_path):
+    letters = []
+
+    def fault(node, kind, letter, answer):
+        if (node, kind) == (FIRST, "train"):
+            letters.append(letter)
+        return answer
+
+    words = ("method=scaffold", "rounds=4")
+    go(tmp_path, *words, fault=fault)
+    before = memories(tmp_path / "none", [tmp_path / "site-0"])
+    e = experiment("cohort=4", *words)
+    for letter in letters[1:3]:
+        node_module.answered(e, sites(tmp_path)[FIRST], "train", letter, Silent())
+    after = memories(tmp_path / "none", [tmp_path / "site-0"])
+    assert {k: v for k, v in after.items() if k in before} == before
+
+
+def test_own_models_are_judged_once_a_busy_node_has_answered(tmp_path):
+    """site-0 hangs in the first round for a moment; the run waits for it instead of ending."""
+    words = ("method=local", "rounds=2")
+    held = []
+
+    class Slow(LocalPost):
+        def collect(self, numbers):
+            found = super().collect(numbers)
+            trained = [a for a in found if a.letter and "0" in a.letter.trees]
+            if trained and not held:
+                held.append((trained[0], len(self.log)))
+                return [a for a in found if a is not trained[0]]
+            if held and held[0] and len(self.log) > held[0][1]:  # others have been judged meanwhile
+                found, held[0] = [*found, held[0][0]], None
+            return found
+
+    e = experiment("cohort=4", *words)
+    outcome, _, _ = go(tmp_path, *words, patience=SHORT, post=Slow(e, sites(tmp_path)))
+    assert [line["accepted"] for line in outcome.curve] == [2, 4]
+    assert outcome.curve[0]["accuracy"] is not None
+
+
+def test_over_selection_does_not_go_with_models_of_their_own(tmp_path):
+    e = experiment("method=local", "cohort=2")
+    over = Patience(**(vars(QUICK) | {"over_select": 2.0}))
+    with pytest.raises(UsageError, match="leave it out"):
+        serve.serve(e, LocalPost(e, sites(tmp_path)), over, tmp_path / "runs", Silent())
+
+
+def test_a_model_that_is_lost_at_its_node_ends_the_run_with_the_remedy(tmp_path):
+    def fault(node, kind, letter, answer):
+        if (node, kind) == (FIRST, "train") and letter.facts["round"] == 0:
+            for path in (tmp_path / "site-0" / "runs").glob("*/clients/*"):
+                path.unlink()
+        return answer
+
+    with pytest.raises(UserError, match=r"round 1 is lost at site-0.*begin anew under another name="):
+        go(tmp_path, "method=local", fault=fault)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"said": None},
+        {"said": {"0": 3, "1": 3}},
+        {"said": {"0": {"correct": [1], "total": [1], "loss": 0.0, "domain_correct": [], "domain_total": []}}},
+        {"said": {}},
+    ],
+)
+def test_a_node_that_judges_nonsense_ends_the_run_in_one_line(said, tmp_path):
+    with pytest.raises(UserError, match="site-0 answers of client 0 what cannot be"):
+        go(tmp_path, "method=local", fault=wrong(FIRST, "judge", said))
+
+
+def test_more_hits_than_images_and_losses_beyond_sense_are_refused():
+    said = {"correct": [1, 2], "total": [2, 3], "loss": 0.5, "domain_correct": [], "domain_total": []}
+    assert remote.evaluation(said, [2, 3], []).accuracy == 0.6
+    for change in ({"correct": [3, 0]}, {"correct": [-1, 2]}, {"total": [2, 4]}, {"loss": 1.7e308}, {"correct": [1]}):
+        with pytest.raises(ValueError, match=r"images|loss"):
+            remote.evaluation(said | change, [2, 3], [])
+
+
+def test_with_over_selection_a_bad_upload_is_not_one_of_those_that_are_enough(tmp_path):
+    e = experiment("rounds=1", "cohort=1")
+
+    def fault(node, kind, letter, answer):
+        if kind == "train" and "0" in letter.facts["bases"]:
+            answer.facts["uploads"][0]["weight"] = -1.0
+        return answer
+
+    post = LocalPost(e, sites(tmp_path, clients=("0", "1", "2", "3")), fault=fault)
+    outcome = serve.serve(e, post, Patience(**(vars(QUICK) | {"over_select": 4.0})), tmp_path / "runs", Silent())
+    assert outcome.curve[0]["accepted"] >= 1
+
+
+def test_what_nodes_say_is_one_printable_line_of_bounded_length(tmp_path):
+    noise = "a\nfedprior result {}\x1b[31m" + "\ud800" + "x" * 5_000_000
+    fault = lambda node, kind, letter, answer: {
+        (FIRST, "hello"): replaced(facts={"name": noise}),
+        (FIRST, "train"): replaced(facts={"uploads": {}, "refused": {"0": noise, "1": ""}}),
+        (22, "train"): replaced(facts={"error": noise}),
+    }.get((node, kind), lambda answer: answer)(answer)
+    outcome, _, lines = go(tmp_path, "rounds=1", fault=fault)
+    texts = [*refusals(outcome).values(), *lines]
+    assert all(text.isprintable() and len(text) < 700 for text in texts)
+    assert refusals(outcome)[1] == "its node gives no reason"
+    assert (tmp_path / "runs" / "it" / "metrics.jsonl").stat().st_size < 10_000
+
+
+def test_nodes_that_share_a_folder_keep_their_rows_apart(tmp_path):
+    both = {n: s | {"state-dir": str(tmp_path / "one")} for n, s in sites(tmp_path).items()}
+    words = ("balance=max", "balance.pool_size=2", "prior.steps=1", "method=scaffold")
+    e = experiment("cohort=4", *words)
+    go(tmp_path, *words, post=LocalPost(e, both))
+    here(e, tmp_path)
+    same(tmp_path / "here" / "it", tmp_path / "runs" / "it")
+
+
+def test_axes_that_have_gone_are_fitted_again(tmp_path):
+    words = ("guide=feddifrc", "guide.levels=4", "guide.whiten=component", "rounds=3")
+    e = experiment("cohort=4", *words)
+
+    def fault(node, kind, letter, answer):
+        if (node, kind) == (FIRST, "train") and letter.facts["round"] == 0:
+            import shutil
+
+            for path in store.cache_folder().glob("descriptors/*/axes-*"):
+                shutil.rmtree(path)
+        return answer
+
+    outcome, _, _ = go(tmp_path, *words, post=LocalPost(e, sites(tmp_path, clients=("0-3",)), fault=fault))
+    assert [line["accepted"] for line in outcome.curve] == [4, 0, 4]
+
+
+# what has to be the same everywhere
+
+
+def copied_digits(folder, invert=False):
+    """Digits as class folders, by the pixels or by their negatives."""
+    from PIL import Image
+
+    from fedprior.data import digits
+
+    rows = digits.train()
+    for i in range(0, 400, 4):
+        image = rows["image"][i].permute(1, 2, 0).numpy()
+        place = folder / digits.CLASSES[int(rows["label"][i])]
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(255 - image if invert else image).save(place / f"{i:04}.png")
+    return str(folder)
+
+
+def test_a_node_whose_images_differ_is_refused_though_they_split_alike(tmp_path):
+    plain, inverted = copied_digits(tmp_path / "plain"), copied_digits(tmp_path / "inverted", invert=True)
+    e = experiment("cohort=4", "data=mine", f"data.path={plain}")
+    own = sites(tmp_path)
+    own[22]["data"] = inverted
+    with pytest.raises(UserError, match="its data are not the server's"):
+        serve.serve(e, LocalPost(e, own), SHORT, tmp_path / "runs", Silent())
+
+
+def test_rows_prepared_from_data_that_have_changed_are_prepared_again(tmp_path):
+    import shutil
+
+    folder = copied_digits(tmp_path / "data")
+    e = experiment("cohort=4", "data=mine", f"data.path={folder}")
+    first = serve.serve(e, LocalPost(e, sites(tmp_path)), QUICK, tmp_path / "runs", Silent())
+    shutil.rmtree(folder)
+    copied_digits(tmp_path / "data", invert=True)
+    shutil.rmtree(tmp_path / "runs")
+    second = serve.serve(e, LocalPost(e, sites(tmp_path)), QUICK, tmp_path / "runs", Silent())
+    here(e, tmp_path)
+    same(tmp_path / "here" / "it", tmp_path / "runs" / "it")
+    assert first.result["weights"] != second.result["weights"]
+
+
+def test_a_node_with_another_prior_is_refused_in_a_simulation(tmp_path):
+    fault = wrong(22, "prepare", {"ready": True, "prior": "another"})
+    with pytest.raises(UserError, match="its prior is another model"):
+        go(tmp_path, "balance=max", "balance.pool_size=1", "prior.steps=1", patience=SHORT, fault=fault)
+
+
+def test_files_that_settings_name_are_part_of_what_is_agreed(tmp_path):
+    templates = tmp_path / "templates.txt"
+    templates.write_text("a photo of a {}\n")
+    e = experiment("balance=max", f"balance.templates={templates}")
+    before = node_module.agreement(e)
+    templates.write_text("a scan of a {}\n")
+    assert node_module.agreement(e) != before
+    assert node_module.agreement(experiment("device=cuda", "name=other")) == node_module.agreement(experiment())
+
+
 # a node's configuration
 
 
@@ -535,7 +832,9 @@ def test_clients_are_numbers_and_ranges(text, ids):
     assert numbers(text) == ids
 
 
-@pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,1", "0-2,2", "1.5", "0--2", "9999999999999", "3-1"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "1-", "-1", "1,1", "0-2,2", "1.5", "0--2", "9999999999999", "3-1", "0-99999999"]
+)
 def test_anything_else_is_refused(text):
     with pytest.raises(UsageError, match="clients="):
         numbers(text)
@@ -548,6 +847,7 @@ def test_anything_else_is_refused(text):
         ({"state-dir": "x"}, "needs clients="),
         ({"clients": "0", "state-dir": "x", "shared-label-counts": True}, "did you mean share_label_counts"),
         ({"clients": "0", "state-dir": "x", "share-label-counts": "yes"}, "must be true or false"),
+        ({"clients": "0", "state-dir": "x", "device": "gpu0"}, "unknown device 'gpu0'"),
     ],
 )
 def test_a_wrong_configuration_is_one_line(values, why):

@@ -1,19 +1,30 @@
 import base64
 import io
+import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import matplotlib
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fedprior.report import figures, html, summary
-from fedprior.report.summary import Arm, ReportData
+from fedprior import environment, nets, record
+from fedprior.config import Experiment, override
+from fedprior.data import digits
+from fedprior.net import Net
+from fedprior.report import figures, html, load, summary
+from fedprior.report.summary import Arm, Holdings, ReportData
+from fedprior.run import run
+from fedprior.store import read_json
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
@@ -69,6 +80,36 @@ def data(**changes):
         ),
         **changes,
     )
+
+
+def held(*accuracies, synthetic=0):
+    """Clients with a row of the first class and two of the second, as many as there are accuracies."""
+    n = len(accuracies)
+    return Holdings(
+        real=np.array([[1, 2]] * n), synthetic=np.full(n, synthetic), accuracy=np.array(accuracies, dtype=float)
+    )
+
+
+def whole():
+    """Two arms with all that can be known of a run."""
+    arms = []
+    for number, arm in enumerate(data().arms):
+        curves = [[line | {"seconds": 100.0 * line["round"]} for line in curve] for curve in arm.curves]
+        spent = {"training": 150.0, "evaluation": 40.0, summary.REST: 10.0}
+        own = [held(0.1, 0.9, np.nan), held(0.3, 0.7, 1.0), held(0.5, 0.6, 0.2, synthetic=number)]
+        arms.append(
+            replace(
+                arm,
+                curves=curves,
+                runs=[f"{arm.name}-{seed}" for seed in (0, 1, 2)],
+                seeds=[0, 1, 2],
+                clients=own,
+                seconds=[spent] * 3,
+                confusion=np.array([[3, 1], [0, 4]]),
+                config={"method": "fedavg", "balance": ["none", "max"][number], "seed": number},
+            )
+        )
+    return data(arms=arms)
 
 
 class Page(HTMLParser):
@@ -310,8 +351,9 @@ def test_a_picture_grid_says_which_classes_it_leaves_out():
 # Page
 
 
-def test_page_nests_and_is_labelled_throughout():
-    page = Page(html.render(data()))
+@pytest.mark.parametrize("of", [data, whole])
+def test_page_nests_and_is_labelled_throughout(of):
+    page = Page(html.render(of()))
     assert page.all("html") == [{"lang": "en"}]
     assert "".join(page.text).count("Two & two · fedprior") == 1
     levels = [int(tag[1]) for tag, _ in page.tags if re.fullmatch(r"h\d", tag)]
@@ -327,12 +369,15 @@ def test_page_nests_and_is_labelled_throughout():
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert {attrs["aria-labelledby"] for _, attrs in page.tags if "aria-labelledby" in attrs} <= set(ids)
-    used = {attrs["href"] for attrs in page.all("use")} | set(re.findall(r"url\((#[^)]+)\)", html.render(data())))
+    used = {attrs["href"] for attrs in [*page.all("use"), *page.all("a")]}
+    used |= set(re.findall(r"url\((#[^)]+)\)", html.render(of())))
+    assert len(page.all("a")) > 5
     assert {u.lstrip("#") for u in used} <= set(ids)
 
 
-def test_page_loads_nothing_and_runs_nothing():
-    text = html.render(data())
+@pytest.mark.parametrize("of", [data, whole])
+def test_page_loads_nothing_and_runs_nothing(of):
+    text = html.render(of())
     page = Page(text)
     assert not page.all("script")
     assert not page.all("link")
@@ -434,3 +479,360 @@ def test_a_hundred_clients_and_classes_with_photographs_stay_below_two_megabytes
     arms = [Arm(name=n, curves=[curve([0.1, 0.2], per_class=[0.2] * 100)] * 3) for n in ("a", "b")]
     big = data(arms=arms, classes=classes, before=rows, after=rows + 1, real=shown, synthetic=shown)
     assert 100_000 < len(html.render(big)) < 2_000_000
+
+
+# What a run says of itself
+
+
+def test_a_run_is_summed_up_in_three_sentences_from_its_numbers():
+    arm = Arm(name="a", curves=[curve([0.2, 0.4], per_class=(0.9, 0.25))])
+    assert summary.sentences(data(arms=[arm])) == [
+        "a reached 30.0 % test accuracy.",
+        'The worst client sees 0.0 %, and the hardest class is pick"up with 25.0 %.',
+        "It took 2 rounds and 6.00 MB of messages.",
+    ]
+    both = [replace(arm, seconds=[{"training": 4.0, "evaluation": 1.5}]), Arm(name="b", curves=[curve([0.5])])]
+    assert summary.sentences(data(arms=both))[1:] == [
+        "The worst client sees 0.0 % with a and 0.0 % with b.",
+        "A run took 2 rounds, 6.00 MB of messages and 5.50 s with a; 1 round and 3.00 MB of messages with b.",
+    ]
+    many = [replace(arm, name=str(i)) for i in range(5)]
+    assert len(summary.sentences(data(arms=many))) == 4  # each further arm against the first, the rest is in tables
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"), [(0.423, "0.42 s"), (9.994, "9.99 s"), (13.06, "13.1 s"), (7810, "2 h 10 min")]
+)
+def test_durations_have_three_digits_or_two_units(seconds, says):
+    assert summary.lasted(seconds) == says
+
+
+def test_worst_clients_come_by_accuracy_over_all_seeds_with_rows_and_classes():
+    real = np.array([[0, 5, 1, 2, 0], [3, 0, 0, 0, 0], [1, 1, 1, 1, 9]])
+    one = Holdings(real=real, synthetic=np.array([4, 0, 1]), accuracy=np.array([0.5, np.nan, 0.3]))
+    two = Holdings(real=real[::-1], synthetic=np.zeros(3, int), accuracy=np.array([0.9, 0.4, 0.1]))
+    arm = Arm(name="a", curves=[curve([0.1])] * 2, clients=[one, two], seeds=[7, 8])
+    rows = summary.worst_clients([arm], tuple("abcde"))
+    assert [row["client"] for row in rows] == [
+        f"client {c}" for c in ("2, seed 8", "2, seed 7", "1, seed 8", "0, seed 7", "0, seed 8")
+    ]
+    assert rows[0] == {
+        "client": "client 2, seed 8",
+        "real rows": "8",
+        "synthetic rows": "0",
+        "real rows by class": "b 5, d 2, c 1",
+        "accuracy": "10.0 %",
+    }
+    assert rows[1]["real rows by class"] == "e 9, a 1, b 1 and 2 other classes"
+    plain = replace(arm, name="b", clients=[two, two])
+    named = summary.worst_clients([arm, plain], tuple("abcde"))
+    assert [(row["setting"], row["accuracy"]) for row in named] == [
+        ("a", "10.0 %"), ("a", "30.0 %"), ("a", "40.0 %"), ("b", "10.0 %"), ("b", "10.0 %"), ("b", "40.0 %"),
+    ]  # fmt: skip
+    assert [row["synthetic rows"] for row in named] == ["0", "1", "0", "0", "0", "0"]
+
+
+def test_pairs_that_are_mixed_up_are_shares_of_the_class_asked_for():
+    counts = np.array([[6, 2, 0], [1, 3, 0], [0, 0, 0]])
+    arms = [Arm(name="a", curves=[], confusion=counts), Arm(name="b", curves=[])]
+    assert summary.mixed_up(arms, ("x", "y", "z")) == [
+        {"class": "x, taken for y", "a": "25.0 %", "b": "–"},
+        {"class": "y, taken for x", "a": "25.0 %", "b": "–"},
+    ]
+    assert summary.mixed_up([arms[1]], ("x", "y", "z")) == []
+
+
+def test_time_is_parted_by_what_it_went_into_and_what_is_left():
+    lines = [
+        {"round": 1, "training_seconds": 2.0, "evaluation_seconds": 0.5, "generation_seconds": 10.0},
+        {"round": 2, "training_seconds": 3.0, "evaluation_seconds": 0.5},
+        {"round": 3, "training_seconds": 1.0, "evaluation_seconds": 0.0, "pretraining_seconds": 1.0},
+    ]
+    got = summary.spent(lines, 20.0)
+    assert got == {"images from the prior": 10, "descriptors": 0, "training": 7, "evaluation": 1, summary.REST: 2}
+    earlier = [{"round": 1, "seconds": 9.0, "evaluation_seconds": 0.5}]
+    assert summary.spent(earlier, 10.0) == {"evaluation": 0.5, f"training, {summary.REST}": 9.5}
+    assert summary.spent([], 10.0) == {}
+    twice = Arm(name="a", curves=[], seconds=[got, got | {"training": 27.0}])
+    assert summary.seconds_rows([twice, Arm(name="b", curves=[])]) == [
+        {"time": "images from the prior", "a": "10.0 s (33 %)", "b": "–"},
+        {"time": "training", "a": "17.0 s (57 %)", "b": "–"},
+        {"time": "evaluation", "a": "1.00 s (3 %)", "b": "–"},
+        {"time": summary.REST, "a": "2.00 s (7 %)", "b": "–"},
+        {"time": "in all", "a": "30.0 s", "b": "–"},
+    ]
+    assert summary.seconds_rows([Arm(name="b", curves=[])]) == []
+
+
+def test_settings_that_differ_are_those_that_several_arms_have():
+    configs = [
+        {"seed": 0, "name": "x", "method": "fedavg", "balance": "none", "lr": 0.1, "augment": False},
+        {"seed": 1, "name": "y", "method": "fedprox", "method.mu": 1.0, "balance": "max", "balance.pool": "shared",
+         "lr": 0.1, "augment": True},
+        {"seed": 1, "name": "z", "method": "fedprox", "method.mu": 2.0, "balance": "none", "lr": 0.1, "augment": True},
+    ]  # fmt: skip
+    arms = [Arm(name=n, curves=[], config=c) for n, c in zip("abc", configs, strict=True)]
+    assert summary.differences(arms) == [
+        {"key": "method", "a": "fedavg", "b": "fedprox", "c": "fedprox"},
+        {"key": "balance", "a": "none", "b": "max", "c": "none"},
+        {"key": "augment", "a": "false", "b": "true", "c": "true"},
+        {"key": "method.mu", "a": "–", "b": "1.0", "c": "2.0"},
+    ]
+
+
+def test_configs_are_flattened_to_the_keys_of_the_command_line():
+    values = {"seed": 1, "name": "n", "method": {"name": "fedprox", "mu": 0.5}, "data": {"name": "digits", "half": ""}}
+    assert load.flat(values) == {
+        "seed": 1, "name": "n", "method": "fedprox", "method.mu": 0.5, "data": "digits", "data.half": "",
+    }  # fmt: skip
+
+
+def test_requests_are_counted_by_how_they_ended():
+    bad = [{"client": 1, "reason": "late"}]
+    lines = [
+        line(1, 0.1) | {"cohort": [0, 1, 2, 3], "dropped": [3], "partial": [{"client": 0, "steps": 1}], "accepted": 3},
+        line(2, 0.1, refused=bad, skipped=True) | {"cohort": [1], "accepted": 0},
+    ]
+    rows = summary.attendance_rows([Arm(name="a", curves=[lines, curve([0.1])])])
+    assert [row["a"] for row in rows] == ["7", "5", "1", "1", "1", "1"]
+
+
+def test_domains_and_neighbours_have_a_row_each():
+    ends = [line(1, 0.5) | {"per_domain": {"photo": 0.2, "sketch": 0.6}, "knn": 0.3}]
+    other = [line(1, 0.5) | {"per_domain": {"photo": 0.4, "sketch": 0.6}, "knn": None}]
+    rows = summary.domain_rows([Arm(name="a", curves=[ends, other]), Arm(name="b", curves=[curve([0.5])])])
+    assert rows == [
+        {"accuracy": "photo", "a": "30.0 % ± 14.1", "b": "–"},
+        {"accuracy": "sketch", "a": "60.0 % ± 0.0", "b": "–"},
+        {"accuracy": "20 nearest neighbours", "a": "30.0 %", "b": "–"},
+    ]
+
+
+def test_accuracy_is_drawn_against_time_in_a_unit_that_suits_where_every_run_knows_it():
+    def panels(*ends):
+        arms = [Arm(name="a", curves=[[x | {"seconds": end * x["round"]} for x in curve([0.1, 0.2])]]) for end in ends]
+        return figures.training(arms)
+
+    assert len(panels(1.0).panels) == 3
+    for last, unit in ((85.0, "seconds"), (95.0, "minutes"), (5_000.0, "minutes"), (5_500.0, "hours")):
+        assert f"test accuracy against {unit}" in panels(last, 1.0).panels[-1]
+    timed, plain = Arm(name="a", curves=[[line(1, 0.1) | {"seconds": 1.0}]]), Arm(name="b", curves=[curve([0.1])])
+    assert len(figures.training([timed, plain]).panels) == 2
+
+
+def test_whose_accuracy_is_shown_is_said():
+    own, plain = Arm(name="local", curves=[], own=True), Arm(name="a", curves=[])
+    assert figures.whose([plain]) == "Test accuracy of the global model."
+    assert figures.whose([own]) == "Test accuracy, mean over clients' own models."
+    assert figures.whose([plain, own]).endswith("of local, mean over clients' own models.")
+
+
+def test_clients_are_drawn_from_worst_to_best_over_seeds_without_those_that_hold_nothing():
+    arm = Arm(name="a", curves=[], clients=[held(0.9, np.nan, 0.2), held(0.5)])
+    (panel,) = figures.clients([arm]).panels
+    assert "a from 20.0 % to 90.0 %, half of them above 50.0 %" in panel
+    assert len(re.findall("<use ", panel.split("aria-label")[1])) >= 3
+
+
+def test_a_confusion_matrix_shows_percent_of_each_class():
+    arm = Arm(name="a", curves=[curve([0.5])], confusion=np.array([[3, 1], [0, 40]]))
+    figure = figures.confusion([arm, Arm(name="b", curves=[curve([0.5])])], ("x", "y"))
+    (panel,) = figure.panels
+    assert re.findall(r">(\d+)</text>", panel) == ["75", "25", "100"]
+    assert "x, taken for y (25.0 %)" in panel
+    assert figures.confusion([Arm(name="b", curves=[])], ("x", "y")) is None
+
+
+def test_a_page_is_put_together_from_sections_and_lists_them():
+    from markupsafe import Markup
+
+    sections = [
+        html.Section("First & foremost", [None, html.prose(["A <b>."]), html.fold("More", html.bullets(["x", "y"]))]),
+        html.Section("Empty", [None, html.table("none", [], "nothing"), html.beside(None), html.fold("f", None)]),
+        html.Section("Rows", [html.beside(html.table("t", [{"k": "v & w"}], "c"), html.terms({"d": "e"}))]),
+        html.Section("Text", [html.listing("a < b"), Markup("<p>own</p>")]),
+    ]
+    text = html.document("T & U", sections, {"fedprior": "0"}, sentences=["3 % ± 1."])
+    page = Page(text)
+    assert [attrs["href"] for attrs in page.all("a")] == [
+        "#content", "#section-first-foremost", "#section-rows", "#section-text",
+    ]  # fmt: skip
+    assert page.cells == ["k", "v & w"]
+    for part in ("First & foremost", "A <b>.", "a < b", "own", "3\u00a0%\u00a0±\u00a01."):
+        assert part in "".join(page.text)
+    assert "Empty" not in text
+    assert len(page.all("details")) == 1
+
+
+def test_a_page_with_everything_has_its_parts_in_order():
+    text = html.render(whole())
+    heads = re.findall("<h2>(.*?)</h2>", text)
+    assert heads == [
+        "Accuracy",
+        "Who holds what",
+        "What the clients see",
+        "Accuracy by class",
+        "What the images look like",
+        "What was refused or left undone",
+        "What it cost",
+        "Notes",
+        "How it was made",
+    ]
+    names = re.findall('<table aria-labelledby="(.*?)"', text)
+    assert names == ["results", "clients", "worst", "mixed", "traffic", "time", "differences", "runs"]
+
+
+# What a run leaves for its report
+
+SMALL = ["rounds=2", "steps=2", "clients=5", "cohort=3", "name=it", "engine=serial"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run directory of two rounds, with synthetic rows."""
+    root = tmp_path_factory.mktemp("runs")
+    run(override(Experiment(), [*SMALL, "balance=max", "balance.pool_size=2", "prior.steps=1"]), root)
+    return root / "it"
+
+
+def matrix(folder):
+    table = pq.read_table(folder / "confusion.parquet").to_pydict()
+    assert table["class"] == list(digits.CLASSES)
+    return np.array(table["taken_for"])
+
+
+def test_the_confusion_of_a_run_is_that_of_its_model_image_by_image(finished):
+    from safetensors.torch import load_file
+
+    net = nets.build("cnn", 10, size=16)
+    net.load_state_dict(load_file(finished / "model.safetensors"))
+    wrapped, test = Net(net), digits.test()
+    by_hand = np.zeros((10, 10), dtype=int)
+    with torch.inference_mode():
+        for image, label in zip(test["image"], test["label"], strict=True):
+            taken = wrapped(wrapped.init(), image[None], train=False).logits.argmax().item()
+            by_hand[label, taken] += 1
+    np.testing.assert_array_equal(matrix(finished), by_hand)
+    assert by_hand.max(1).min() > 0
+    assert len(set(by_hand.argmax(1))) > 2  # more than one class is ever named
+
+
+@pytest.mark.parametrize(
+    ("words", "models"),
+    [
+        (["engine=pool", "workers=2"], 1),
+        (["engine=vectorised"], 1),
+        (["method=local"], 5),
+        (["method=local", "engine=pool", "workers=2"], 5),
+        (["method=ccvr", "prior.steps=1"], 1),
+    ],
+)
+def test_the_confusion_agrees_with_the_last_evaluation_whatever_the_engine_and_method(words, models, tmp_path):
+    outcome = run(override(Experiment(), [*SMALL, "rounds=1", "partition=iid", *words]), tmp_path, report=False)
+    counts, last = matrix(tmp_path / "it"), outcome.curve[-1]
+    rows = np.bincount(digits.test()["label"], minlength=10)
+    np.testing.assert_array_equal(counts.sum(1), models * rows)
+    assert counts.trace() / counts.sum() == pytest.approx(last["accuracy"], abs=1e-12)
+    np.testing.assert_allclose(counts.diagonal() / counts.sum(1), last["per_class"])
+
+
+def test_clients_models_that_lie_at_nodes_have_no_confusion(tmp_path):
+    from local_post import LocalPost
+
+    from fedprior.engines.remote import Patience
+    from fedprior.progress import Silent
+    from fedprior.serve import serve
+
+    e = override(Experiment(), [*SMALL, "rounds=1", "clients=2", "cohort=2", "method=local", "partition=iid"])
+    nodes = {1: {"name": "site-0", "clients": "0-1", "state-dir": str(tmp_path / "site-0")}}
+    serve(e, LocalPost(e, nodes), Patience(wait=5.0, answer=5.0, poll=0.001), tmp_path, Silent())
+    assert not (tmp_path / "it" / "confusion.parquet").exists()
+    text = (tmp_path / "it" / "report.html").read_text()
+    assert "Accuracy by class" in text
+    assert "taken for" not in text
+
+
+def test_timings_tell_once_an_attempt_what_was_spent_before_the_first_round(finished, tmp_path):
+    folder = tmp_path / "it"
+    shutil.copytree(finished, folder)
+    run(override(load_toml(folder), ["rounds=4"]), tmp_path)
+    lines = record.timings(folder)
+    before = {"generation_seconds", "description_seconds"}
+    assert [before & line.keys() for line in lines] == [before, set(), before, set()]
+    parts = sum(line["training_seconds"] + line["evaluation_seconds"] for line in lines)
+    parts += sum(line.get("generation_seconds", 0) for line in lines)
+    assert 0 < parts < read_json(folder / "result.json")["seconds"] + 0.001
+    assert lines[0]["generation_seconds"] > 0
+    (arm,) = load.report_data([folder]).arms
+    assert sum(arm.seconds[0].values()) == pytest.approx(read_json(folder / "result.json")["seconds"], abs=0.001)
+
+
+def load_toml(folder):
+    from fedprior.config import from_toml
+
+    return from_toml(folder / "config.toml")
+
+
+def test_a_report_shows_what_the_directory_holds(finished):
+    page = Page(html.render(load.report_data([finished])))
+    text = "".join(page.text)
+    clients = pq.read_table(finished / "clients.parquet").to_pydict()
+    worst = int(np.nanargmin(clients["accuracy"]))
+    assert f"client {worst}" in page.cells
+    assert f"{100 * clients['accuracy'][worst]:.1f} %" in page.cells
+    for part in ("images from the prior", "real rows by class", "Versions and hardware", "Resolved config", "cores"):
+        assert part in text
+    assert read_json(finished / "manifest.json")["versions"].get("commit", "torch") in text
+
+
+def test_a_directory_of_an_earlier_version_still_makes_a_page(finished, tmp_path):
+    folder = tmp_path / "it"
+    shutil.copytree(finished, folder)
+    (folder / "confusion.parquet").unlink()
+    lines = [{k: line[k] for k in ("round", "seconds", "evaluation_seconds")} for line in record.timings(folder)]
+    (folder / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = read_json(folder / "result.json")
+    (folder / "result.json").write_text(json.dumps({k: v for k, v in result.items() if k != "models"}))
+    text = html.render(load.report_data([folder]))
+    assert f"training, {summary.REST}" in text
+    assert "taken for" not in text
+    (folder / "timings.jsonl").write_text("{")
+    (folder / "result.json").unlink()
+    assert "against seconds" not in html.render(load.report_data([folder]))
+
+
+def test_runs_that_were_not_made_alike_say_in_what(finished, tmp_path):
+    folder = tmp_path / "it"
+    shutil.copytree(finished, folder)
+    manifest = read_json(folder / "manifest.json")
+    manifest["versions"]["torch"], manifest["hardware"]["cores"] = "0.1", "1024"
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace("seed = 0", "seed = 1", 1))
+    notes = load.report_data([finished, folder]).notes
+    assert notes == ["The runs were not all made alike; they differ in torch and cores."]
+    assert load.report_data([finished]).notes == []
+
+
+def test_the_commit_is_that_of_the_checkout_and_says_when_files_differ(tmp_path):
+    def git(*words):
+        own = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        said = subprocess.run(["git", "-C", str(tmp_path), *own, *words], capture_output=True, text=True, check=True)
+        return said.stdout.strip()
+
+    def commit():
+        return environment.commit.__wrapped__(tmp_path)
+
+    assert commit() == ""
+    (tmp_path / "file").write_text("one")
+    git("init", "-q")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    git("tag", "-a", "v1", "-m", "a tag is no commit")
+    head = git("rev-parse", "HEAD")
+    assert commit() == head
+    (tmp_path / "file").write_text("two")
+    assert commit() == f"{head}-dirty"
+    inner = tmp_path / "site-packages"
+    inner.mkdir()
+    assert environment.commit.__wrapped__(inner) == ""  # somebody else's repository around an installed package

@@ -50,7 +50,8 @@ def test_a_run_directory_holds_all_that_was_decided_and_found(tmp_path):
     folder = tmp_path / "mine"
     assert {f.name for f in folder.iterdir()} == {
         "config.toml", "manifest.json", "metrics.jsonl", "timings.jsonl", "partition.json",
-        "clients.parquet", "examples.safetensors", "model.safetensors", "result.json", "report.html", "checkpoints",
+        "clients.parquet", "confusion.parquet", "examples.safetensors", "model.safetensors", "result.json",
+        "report.html", "checkpoints",
     }  # fmt: skip
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "done"

@@ -13,7 +13,7 @@ from fedprior.progress import Silent
 from fedprior.run import run
 from fedprior.serve import serve
 
-QUICK = Patience(wait=1.0, answer=1.0, budget=60.0, poll=0.001, census=0.0)
+QUICK = Patience(wait=1.0, answer=1.0, budget=60.0, poll=0.001, census=0.0, again=0.0)
 BASE = ("clients=4", "partition=dirichlet", "partition.alpha=0.3", "cohort=3", "rounds=2", "steps=3", "batch_size=8")
 
 

@@ -102,9 +102,13 @@ def heard(folder, **more):
 def test_nothing_leaves_a_site_but_what_the_method_uploads(tmp_path):
     written(tmp_path)
     letters, _ = heard(tmp_path)
-    allowed = {"hello": {"name", "clients", "versions", "ready"}, "prepare": {"ready"}, "train": {"uploads", "refused"}}
+    allowed = {
+        "hello": {"name", "clients", "versions", "ready", "prior"},
+        "prepare": {"ready", "prior"},
+        "train": {"uploads", "refused"},
+    }
     for node, kind, answer in letters:
-        assert answer.facts.keys() == allowed[kind]
+        assert answer.facts.keys() <= allowed[kind]
         if kind == "train":
             assert answer.facts["uploads"].keys() == {node}
             assert answer.facts["uploads"][node].keys() == {"weight", "loss", "steps", "planned", "remembers"}
@@ -160,6 +164,25 @@ def test_a_class_that_the_experiment_does_not_know_is_named_with_its_file(tmp_pa
     more = sites(tmp_path)
     more[1]["classes"] = str(names)
     serve.serve(e, LocalPost(e, more), QUICK, tmp_path / "runs", Silent())
+
+
+def test_a_half_of_a_set_is_a_half_at_a_site_too(tmp_path, monkeypatch):
+    """Of rows that a prior was trained on none is used where data.half=private."""
+    from fedprior.data import halves
+
+    written(tmp_path)
+    monkeypatch.setattr(halves, "mask", lambda image, half: torch.arange(len(image)) % 2 == 0)
+    e = override(Experiment(), [*WORDS, "data.half=private"])
+    letters = []
+    post = LocalPost(e, sites(tmp_path), fault=lambda *said: letters.append(said) or said[-1])
+    serve.serve(e, post, QUICK, tmp_path / "runs", Silent())
+    weights = {
+        client: said["weight"]
+        for _, kind, _, a in letters
+        if kind == "train"
+        for client, said in a.facts["uploads"].items()
+    }
+    assert weights == {k: -(-sum(held.values()) // 2) for k, held in enumerate(HELD) if k in weights}
 
 
 def test_one_machine_says_how_a_federation_of_sites_is_run(tmp_path):

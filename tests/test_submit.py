@@ -7,9 +7,9 @@ import tomllib
 
 import pytest
 
-from fedprior.config import Experiment, from_toml
+from fedprior.config import Experiment, from_toml, override
 from fedprior.engines.remote import Patience
-from fedprior.errors import UserError
+from fedprior.errors import UsageError, UserError
 from fedprior.submit import RESULT, Flwr, named, plain, write_app
 
 STAND_IN = """#!/usr/bin/env python3
@@ -80,10 +80,46 @@ def test_a_superlink_that_stays_away_ends_the_waiting(flwr):
         flwr.follow(7, lambda line: None, pause=0, patience=3)
 
 
+def test_a_superlink_that_flwr_cannot_reach_though_it_ends_with_0_is_no_status(flwr):
+    says(flwr, list=json.dumps({"success": False, "error-message": "connection refused"}))
+    with pytest.raises(UserError, match="connection refused; whether run 7 goes on is not known"):
+        flwr.follow(7, lambda line: None, pause=0, patience=2)
+
+
+def test_a_result_counts_at_the_beginning_of_a_line_only_and_has_to_be_whole(flwr):
+    says(flwr, log=f"{RESULT}{{}}\nx {RESULT}{{}} of a site\n", list=listed("finished:completed"))
+    assert flwr.follow(7, lambda line: None, pause=0) == {}
+    says(flwr, log=f'{RESULT}{{"last": 0.\n')
+    with pytest.raises(UserError, match="holds no whole result"):
+        flwr.follow(7, lambda line: None, pause=0)
+
+
+@pytest.mark.parametrize("key", ["wait", "answer", "budget", "over_select"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_patience_is_a_number(key, value):
+    with pytest.raises(UsageError, match=f"--{key.replace('_', '-')} must be a number"):
+        Patience(**{key: value})
+
+
+def test_files_of_this_machine_are_named_by_whole_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "digits").mkdir()  # not the prior of that name
+    e = named(override(Experiment(), ["data=set", "data.path=mine", "prior=digits"]))
+    assert e.data.path == str(tmp_path / "mine")
+    assert e.prior.name == "digits"
+
+
+def test_a_file_is_no_place_for_an_app(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(UserError, match="holds other files; name a new folder"):
+        write_app(named(Experiment()), tmp_path / "x", Patience())
+
+
 def test_submitting_gives_the_run_s_number_and_an_error_its_last_line(flwr, tmp_path):
     says(flwr, run_1='{"success": true, "run-id": "8123"}\n', run_2="Error: it is\n\u2502 closed \u2502\n")
     assert flwr.submit(tmp_path) == 8123
-    with pytest.raises(UserError, match="flwr run failed: closed"):
+    with pytest.raises(UserError, match="flwr run failed: Error: it is closed"):
         flwr.submit(tmp_path)
 
 

@@ -192,6 +192,26 @@ def test_a_failed_cell_is_listed_stops_nothing_and_is_tried_again(tmp_path, caps
     assert code == 1
 
 
+def test_a_sweep_has_a_page_with_its_table_its_curves_and_what_failed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("sweep", *SMALL, "method=fedavg,local", "partition.alpha=0.5,1", "seed=0,1", "name=it")
+    assert call(capsys, monkeypatch, *words)[0] == 0
+    folder = tmp_path / "sweeps" / "it"
+    text = (folder / "report.html").read_text()
+    for part in ("8 of 8 cells", "Accuracy: alpha=0.5", "★", "Nothing.", "fedavg-alpha_0.5-seed0"):
+        assert part in text
+    assert "http://" not in text.replace("http://www.w3.org", "")
+    (folder / "cells" / "local-alpha_1-seed1" / "result.json").unlink()
+    grids.note(folder, "local-alpha_1-seed1", "the disk was full\n")
+    assert call(capsys, monkeypatch, "report", folder, "--out", tmp_path / "x.html")[0] == 0
+    text = (tmp_path / "x.html").read_text()
+    assert "7 of 8 cells" in text
+    assert "the disk was full" in text
+    code, _, err = call(capsys, monkeypatch, "report", folder, folder / "cells" / "local-alpha_1-seed0")
+    assert code == 2
+    assert "is a sweep" in err
+
+
 @pytest.mark.slow
 def test_a_sweep_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_path):
     """Twice, two workers at a time, with all their children; then to the end."""

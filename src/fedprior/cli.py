@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import bench, deploy, flower, images, priors, sweep
+from .commands import bench, deploy, flower, images, model, priors, sweep
 from .commands.common import Json, Runs, Words, emit, experiment_of, outcome_table, percent, table
 from .errors import UsageError, UserError
 
@@ -31,6 +31,7 @@ app.add_typer(images.prompts_app, name="prompts")
 app.add_typer(bench.app, name="bench")
 app.add_typer(flower.app, name="flower")
 app.add_typer(deploy.app, name="deploy")
+app.add_typer(model.app, name="model")
 
 
 @app.command()
@@ -122,6 +123,7 @@ def plan(
 
 
 app.command()(images.generate)
+app.command()(model.predict)
 app.command()(sweep.sweep)
 app.command("table")(sweep.table)
 
@@ -187,17 +189,25 @@ def partition_show(words: Words = None, as_json: Json = False) -> None:
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="One or several run directories.")],
+    folders: Annotated[list[Path], typer.Argument(help="One or several run directories, or a sweep's.")],
     out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the first directory.")] = None,
     as_json: Json = False,
 ) -> None:
-    """One offline HTML page for a run, or for several side by side (seeds of one setting become one line)."""
-    from .report import html, load
+    """One offline HTML page for a run, for several side by side (seeds of one setting are one line), or for a sweep."""
+    from . import sweep as grids
+    from .report import html, load, sweep_page
 
-    load.check_done(folders)
     target = out or folders[0] / "report.html"
+    whole = (folders[0] / "sweep.json").exists()
+    if whole and len(folders) > 1:
+        raise UsageError(f"{folders[0]} is a sweep, which has a page of its own; name it alone, or some of its cells")
+    if not whole:
+        load.check_done(folders)
     try:
-        html.write(load.report_data(folders), target)
+        if whole:
+            sweep_page.write(folders[0], sweep.metric_of(grids.load(folders[0]), "auto"), target)
+        else:
+            html.write(load.report_data(folders), target)
     except OSError as error:
         raise UserError(f"cannot write {target} ({error}); choose another --out") from None
     print(f"Report: {target}")

@@ -20,6 +20,7 @@ from .prepare.balance import BALANCES, Balance
 from .priors.adapt import Lora
 from .priors.embedded import sidecar
 from .schedule import SCHEDULES, Constant, Schedule
+from .track import named
 
 MOST_THREADS = 1024  # far more than pay; without a bound a slip of the finger ends in a crash
 
@@ -105,6 +106,7 @@ class Experiment:
     threads: int = 1  # of a CPU; more pay for large nets on idle cores only, and change the last bits
     evaluate_every: int = 1  # rounds between evaluations; the last round always has one
     target: float | None = None  # accuracy in [0, 1] whose rounds and MB are reported
+    track: str | None = None  # who is told each round's metrics, such as tensorboard,mlflow
 
     def __post_init__(self) -> None:
         if len(self.name.encode()) > LONGEST_NAME:
@@ -158,6 +160,7 @@ class Experiment:
             raise UsageError(f"method={CHOICES['method'].name_of(self.method)} needs a prior; name one with prior=")
         if self.method.images and self.bn_stats == "local":
             raise UsageError("bn_stats=local leaves the server without a whole model, so it has no use for images")
+        named(self.track)
         # the optimiser in force stands in the method; here stands only what differs from the method's own
         own = own_server(self.method)
         server = self.method.server if self.server is None else self.server

@@ -3,7 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,14 +39,36 @@ def device(name: str) -> torch.device:
 
 
 def versions() -> dict[str, str]:
-    """Installed versions of fedprior, Python and what results depend on."""
+    """Installed versions of fedprior (with its commit, where it runs from a checkout), Python and what results depend
+    on."""
     found = {"fedprior": __version__, "python": platform.python_version()}
+    if own := commit(Path(__file__).parents[2]):
+        found["commit"] = own
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
+
+
+@cache
+def commit(root: Path) -> str:
+    """The commit that a checkout with this root stands at, with "-dirty" behind it where files differ from that; ""
+    where the folder is no checkout, or there is no git."""
+    if not (root / ".git").exists():
+        return ""
+    try:
+        said = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},  # others may be working in it
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return said.stdout.strip() if said.returncode == 0 else ""
 
 
 def hardware() -> dict[str, str]:

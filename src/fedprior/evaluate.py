@@ -86,6 +86,14 @@ def read(net: Net, weights: Tree, table: Table) -> tuple[Tensor, list[float]]:
     return torch.cat(hits), torch.stack(losses).tolist()
 
 
+@torch.inference_mode()
+def answers(net: Net, weights: Tree, table: Table) -> Tensor:
+    """The class that a model takes each image for, int64 [n]. Raises ValueError as `evaluate`."""
+    check(table)
+    parts = table["image"].split(batch_size(table))  # the batches of `read`, so that no rounding tells the two apart
+    return torch.cat([net(weights, image, train=False).logits.argmax(1) for image in parts])
+
+
 def summed(table: Table, hits: Tensor, losses: Sequence[float], classes: int) -> Evaluation:
     """What `read` found out about a table, in numbers."""
     by_class = _counts(table["label"], hits, classes)

@@ -305,6 +305,8 @@ class Guide:
     def describe(self, federation: Federation, progress: Progress) -> int:
         """Computes the descriptors that clients lack -> of how many images."""
         items, missing = self.find(federation)
+        if items and self.config.whiten != "none":
+            self.describer.basis("global")  # there too, where the descriptors are but not what they were scaled by
         if missing:
             with progress.task(f"descriptors by {self.prior.name}", len(missing)) as update:
                 self.describer.fill(items, missing, federation.table["image"], lambda done: update(done, ""))
@@ -318,6 +320,10 @@ class Guide:
         items = self.describer.items([federation.shard(k) for k in clients])
         self._keys = {k: [item.key for item in own] for k, own in zip(clients, items, strict=True)}
         return items, self.describer.missing(items)
+
+    def complete(self, federation: Federation) -> bool:
+        """Whether all descriptors, and axes that are needed beside them, lie in files."""
+        return not self.find(federation)[1] and (self.config.whiten == "none" or self.describer.has_axes())
 
     def settled(self) -> "Guide":
         """A guide for another process: without the diffusion model, where all descriptors lie in files by now."""

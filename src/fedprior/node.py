@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
 from . import __version__, assemble, store
 from .choice import choose
 from .config import Experiment, to_dict
+from .data import halves, table
 from .data import site as own_data
-from .data import table
 from .data.partition import Sites
 from .data.table import Federation
 from .engines.serial import Serial
@@ -36,6 +36,8 @@ from .tree import Tree
 from .uploads import Refusal, Upload, check
 
 FORMAT = "fedprior prepared 1"
+STALE = 3600.0  # seconds after which a file that nobody finished is left over
+DeviceName = Literal["auto", "cpu", "cuda"]
 REMEMBERED = re.compile(r"(\d+)-(\d+)\.safetensors")
 
 
@@ -72,6 +74,8 @@ class Settings:
         if not isinstance(shared, bool):
             raise UsageError(f"share-label-counts must be true or false, not {shared}")
         texts = {key: str(value) for key, value in given.items() if value != ""}
+        if texts.get("device", "auto") not in get_args(DeviceName):
+            raise unknown("device", texts["device"], get_args(DeviceName))
         name = texts.pop("name", "") or f"clients-{'-'.join(map(str, (clients[0], clients[-1])))}"
         return cls(name=name, clients=clients, state=Path(str(state)).expanduser(), share_label_counts=shared, **texts)
 
@@ -81,7 +85,7 @@ def numbers(text: str) -> tuple[int, ...]:
     out: list[int] = []
     for part in text.split(","):
         first, dash, last = (word.strip() for word in part.partition("-"))
-        if not first.isdecimal() or (dash and not last.isdecimal()) or len(first + last) > 12:
+        if not first.isdecimal() or (dash and not last.isdecimal()) or len(max(first, last, key=len)) > 7:
             raise UsageError(f'clients="{text}" must be numbers such as "0-24" or "0,3,5"')
         out += range(int(first), int(last or first) + 1)
     if not out or len(set(out)) != len(out):
@@ -92,7 +96,14 @@ def numbers(text: str) -> tuple[int, ...]:
 def agreement(experiment: Experiment) -> str:
     """A digest of all settings that decide a result, as this version of fedprior understands them."""
     values = {key: value for key, value in to_dict(experiment).items() if key not in (*FREE, "name", "device")}
-    return store.digest(*(f"{key} {value}" for key, value in sorted(values.items())))
+    named = [getattr(experiment.balance, key, "") for key in ("templates", "names", "domain_words", "target")]
+    files = [path.read_bytes() for text in named if text and len(text) < 4096 and (path := Path(text)).is_file()]
+    return store.digest(*(f"{key} {value}" for key, value in sorted(values.items())), *files)
+
+
+def content(federation: Federation) -> str:
+    """A digest of images, labels and class names, whoever holds which rows."""
+    return store.digest(store.weight_digest({"train": federation.table, "test": federation.test}), *federation.classes)
 
 
 class Unprepared(UserError):
@@ -108,10 +119,15 @@ class OutOfTime(Exception):
 
 
 class Budget:
-    """A progress that ends a task after so many seconds, though not before something was done."""
+    """A progress that ends a task after so many seconds, though not before more was done than when a budget ended it
+    the last time: `file` keeps how far that was, since what is found again counts as done too."""
 
-    def __init__(self, seconds: float, progress: Progress) -> None:
-        self.end, self.progress = time.monotonic() + seconds, progress
+    def __init__(self, seconds: float, progress: Progress, file: Path) -> None:
+        self.end, self.progress, self.file = time.monotonic() + seconds, progress, file
+        try:
+            self.before = {str(key): int(n) for key, n in store.read_json(file).items()}
+        except (OSError, ValueError, TypeError):
+            self.before = {}
 
     def say(self, text: str) -> None:
         self.progress.say(text)
@@ -124,7 +140,9 @@ class Budget:
             nonlocal first
             first = now if first is None else first
             tell(now, note)
-            if first < now < total and time.monotonic() > self.end:
+            least = max(first, self.before.get(f"{name} of {total}", -1))
+            if least < now < total and time.monotonic() > self.end:
+                store.write_json(self.file, self.before | {f"{name} of {total}": now})
                 raise OutOfTime(name, now, total)
 
         with self.progress.task(name, total, done) as tell:
@@ -179,7 +197,12 @@ class Node:
                 import traceback
 
                 self.progress.say(traceback.format_exc())
-            return Letter({"error": told(error), "unprepared": isinstance(error, Unprepared)})
+            seen: BaseException | None = error
+            while seen is not None and not isinstance(seen, OSError | MemoryError):
+                seen = seen.__cause__ or seen.__context__
+            return Letter(
+                {"error": told(error), "unprepared": isinstance(error, Unprepared), "passing": seen is not None}
+            )
 
     # before round 1
     def hello(self, letter: Letter) -> Letter:
@@ -194,18 +217,20 @@ class Node:
             "clients": list(self.settings.clients),
             "versions": {"torch": torch.__version__, "python": platform.python_version()},
         }
-        if self.sites:
-            federation = self.own(theirs)
-        else:
-            federation, parts = assemble.split(self.experiment)
-            facts["partition"] = parts.digest
+        federation = self.data(theirs)
+        if not self.sites:
+            facts |= {"partition": federation.split["digest"], "data": content(federation)}
         facts["clients"] = [k for k in self.settings.clients if len(federation.clients[k])]
         if self.settings.share_label_counts:
-            facts["counts"] = federation.counts()[list(self.settings.clients)].tolist()
-        path = self.folder / "prepared.safetensors"
-        if not self.current(path) and self.experiment.balance is None and self.experiment.guide is None:
-            self.make(path, theirs, self.progress)  # at once, since there is nothing to wait for
-        return Letter(facts | {"ready": self.current(path)})
+            facts["counts"] = federation.counts()[facts["clients"]].tolist()
+        store.sweep(self.folder, older=STALE)
+        if self.ready(federation) is None and self.experiment.balance is None and self.experiment.guide is None:
+            self.make(federation, self.progress)  # at once, since there is nothing to wait for
+        return Letter(facts | (self.ready(federation) or {"ready": False}))
+
+    def data(self, theirs: Mapping[str, Any]) -> Federation:
+        """All rows that the node can see, its own clients' among them."""
+        return self.own(theirs) if self.sites else assemble.split(self.experiment).federation
 
     def own(self, theirs: Mapping[str, Any]) -> Federation:
         """The site's data as the federation's only rows. `theirs` says which classes and size (H, W) there are."""
@@ -219,6 +244,12 @@ class Node:
             label=self.settings.label,
             names=self.settings.classes,
         )
+        if self.experiment.data.half != "all":
+            rows = table.take(rows, torch.nonzero(halves.mask(rows["image"], self.experiment.data.half))[:, 0])
+            if not len(rows["label"]):
+                raise UserError(
+                    f"no image of {self.settings.name} is in the {self.experiment.data.half} half of its set"
+                )
         nothing = torch.zeros(0, dtype=torch.int64)
         clients = [nothing] * self.experiment.clients
         clients[self.settings.clients[0]] = torch.arange(len(rows["label"]))
@@ -228,18 +259,23 @@ class Node:
 
     def prepare(self, letter: Letter) -> Letter:
         """Synthetic rows and descriptors of the node's clients, as far as the time allows: `budget` in seconds."""
-        path = self.folder / "prepared.safetensors"
-        if not self.current(path):
+        federation = self.data(letter.facts)
+        if self.ready(federation) is None:
             try:
-                self.make(path, letter.facts, Budget(letter.facts["budget"], self.progress))
+                self.make(federation, Budget(letter.facts["budget"], self.progress, self.folder / "budget.json"))
             except OutOfTime as stop:
                 return Letter({"ready": False, "what": stop.what, "done": stop.done, "total": stop.total})
-        return Letter({"ready": True})
+        return Letter(self.ready(federation) or {"ready": False})
 
-    def make(self, path: Path, theirs: Mapping[str, Any], progress: Progress) -> None:
-        experiment, clients = self.experiment, self.settings.clients
+    @property
+    def path(self) -> Path:
+        """Of prepared rows; nodes that share a folder have their own."""
+        return self.folder / f"prepared-{self.key[:12]}.safetensors"
+
+    def make(self, whole: Federation, progress: Progress) -> None:
+        """Prepares the node's clients out of the rows that it can see."""
+        experiment, clients, path = self.experiment, self.settings.clients, self.path
         device = assemble.set_up(experiment)
-        whole = self.own(theirs) if self.sites else assemble.split(experiment).federation
         needed = experiment.balance is not None or experiment.guide is not None
         prior = assemble.prior_for(experiment, whole, device) if needed else None
         federation = whole.only(clients)
@@ -255,6 +291,8 @@ class Node:
         rows = {str(k): federation.clients[k] for k in clients}
         about = {
             "key": self.key,
+            "content": content(whole),
+            "prior": prior.revision if prior is not None else "",
             "classes": federation.classes,
             "domains": federation.domains,
             "split": federation.split,
@@ -275,13 +313,15 @@ class Node:
             FORMAT, self.agreement, repr(s.clients), *(v or "" for v in (s.data, s.image, s.label, s.classes, s.prior))
         )
 
-    def current(self, path: Path) -> bool:
-        """Whether the rows are there, and whole."""
+    def ready(self, federation: Federation) -> dict[str, Any] | None:
+        """What the server is told of prepared rows; None where they are missing, damaged or of other data."""
         try:
-            _, about = store.read_tree(path, copy=False)
-        except (OSError, ValueError):
-            return False
-        return bool(about["key"] == self.key)
+            _, about = store.read_tree(self.path, copy=False)
+            if about["key"] != self.key or about["content"] != content(federation):
+                return None
+            return {"ready": True, "prior": about["prior"]}
+        except (OSError, ValueError, KeyError):
+            return None
 
     def stored(self) -> Stored:
         """What `prepare` left. Raises Unprepared."""
@@ -289,9 +329,8 @@ class Node:
 
     @cached_property
     def _stored(self) -> Stored:
-        path = self.folder / "prepared.safetensors"
         try:
-            parts, about = store.read_tree(path, copy=False)
+            parts, about = store.read_tree(self.path, copy=False)
             if about["key"] != self.key:
                 raise ValueError("it was made for other settings")
         except (OSError, ValueError) as error:
@@ -320,8 +359,8 @@ class Node:
         """The node's clients, each remembering what it did after the round that the server names (-1: nothing)."""
         ready, device = self.stored(), assemble.set_up(self.experiment)
         federation = ready.federation
-        if described and ready.guide is not None and ready.guide.find(federation.only(list(bases)))[1]:
-            (self.folder / "prepared.safetensors").unlink(missing_ok=True)
+        if described and ready.guide is not None and not ready.guide.complete(federation.only(list(bases))):
+            self.path.unlink(missing_ok=True)
             raise Unprepared(f"{self.settings.name} has to prepare first (descriptors have gone from its cache)")
         net = assemble.build_net(self.experiment, federation, device, ready.guide)
         worker = assemble.build_worker(self.experiment, net, federation, ready.guide)
@@ -360,7 +399,7 @@ class Node:
             finally:
                 engine.close()
             for client, base in bases.items():
-                self.forget(client, {round, base})
+                self.forget(client, base, round)
         return Letter(facts, trees)
 
     @property
@@ -382,43 +421,42 @@ class Node:
             return f"what it remembered after round {base + 1} is lost at {self.settings.name} ({error})"
         return ""
 
-    def forget(self, client: int, needed: set[int]) -> None:
-        """Leaves what a client remembered after the rounds in `needed`, and the last before the older of them: a server
-        that fell back to its last checkpoint but one asks for that."""
-        folder = self.folder / "clients"
+    def forget(self, client: int, base: int, round: int) -> None:
+        """Leaves what a client remembers of this round and of later ones, of the last that counted, and of the one
+        before that: a server that fell back to its last checkpoint but one asks for it."""
         rounds = {
             int(found[2]): path
-            for path in folder.glob(f"{client}-*.safetensors")
+            for path in (self.folder / "clients").glob(f"{client}-*.safetensors")
             if (found := REMEMBERED.fullmatch(path.name))
         }
-        older = [r for r in rounds if r < min(needed)]
-        keep = needed | {max(older, default=-1)}
+        keep = {base, max((r for r in rounds if r < base), default=-1)}
         for r, path in rounds.items():
-            if r not in keep:
+            if r < round and r not in keep:
                 path.unlink(missing_ok=True)
 
     def judge(self, letter: Letter) -> Letter:
         """How good the models are that clients would begin a round with, on the test set; the tree is `weights`."""
         if self.sites:
             raise UserError("there is no test set at a site")
-        bases = self.bases(letter)
-        engine = self.engine(bases, described=False)
+        engine = self.remembering(letter)
         test = assemble.split(self.experiment).federation.test
         device = engine.worker.net.device
         engine.federation = replace(engine.federation, test={name: x.to(device) for name, x in test.items()})
-        seen = engine.personal(sorted(bases), letter.trees["weights"])
-        return Letter(
-            {
-                "seen": {
-                    k: {key: v if key == "loss" else v.tolist() for key, v in e._asdict().items()}
-                    for k, e in seen.items()
-                }
-            }
-        )
+        seen = engine.personal(sorted(self.bases(letter)), letter.trees["weights"])
+        plain = lambda e: {key: v if key == "loss" else v.tolist() for key, v in e._asdict().items()}
+        return Letter({"said": {k: plain(e) for k, e in seen.items()}})
 
     def kept(self, letter: Letter) -> Letter:
         """Digests of what clients keep of the model."""
-        return Letter({"kept": self.engine(self.bases(letter), described=False).kept()})
+        return Letter({"said": self.remembering(letter).kept()})
+
+    def remembering(self, letter: Letter) -> Serial:
+        """The engine for a letter that is about clients' own models. Raises UserError where one has lost its own."""
+        bases = self.bases(letter)
+        for client, base in bases.items():
+            if reason := self.obstacle(client, base):
+                raise UserError(f"{reason}; begin anew under another name=")
+        return self.engine(bases, described=False)
 
 
 def answered(

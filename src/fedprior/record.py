@@ -143,10 +143,18 @@ class Record:
 
     def clients(self, columns: dict[str, np.ndarray | list[Any]]) -> None:
         """One row a client."""
+        self._columns("clients", columns)
+
+    def confusion(self, classes: Sequence[str], counts: np.ndarray) -> None:
+        """One row a class, `taken_for` its test images by the class that they were taken for; `counts` int64 [classes,
+        classes]."""
+        self._columns("confusion", {"class": list(classes), "taken_for": list(counts)})
+
+    def _columns(self, name: str, columns: dict[str, np.ndarray | list[Any]]) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        with store.atomic(self.folder / "clients.parquet") as temporary:
+        with store.atomic(self.folder / f"{name}.parquet") as temporary:
             pq.write_table(pa.table(dict(columns)), temporary)
 
     def examples(self, classes: Sequence[str], images: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -170,6 +178,16 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
         raise UserError(f"{folder} holds no metrics.jsonl; name a run directory, e.g. runs/digits-fedavg") from None
     except ValueError:
         raise UserError(f"{path} is damaged; run the experiment again under another name=") from None
+
+
+def timings(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's timings.jsonl; none where it is gone or damaged, since no result depends on it."""
+    try:
+        text = (folder / "timings.jsonl").read_text(encoding="utf-8")
+        lines = [json.loads(line) for line in text.splitlines()]
+    except (OSError, ValueError):
+        return []
+    return lines if all(isinstance(line, dict) for line in lines) else []
 
 
 def status(folder: Path) -> str:

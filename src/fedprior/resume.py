@@ -14,7 +14,7 @@ from .record import status
 RESULT = ("last", "mean_last10", "best", "rounds", "uplink_MB", "downlink_MB", "seconds", "weights")
 """What every result.json says."""
 
-FREE = ("rounds", "target", "evaluate_every", "memory_MB", "engine", "workers", "block", "compile")
+FREE = ("rounds", "target", "evaluate_every", "memory_MB", "engine", "workers", "block", "compile", "track")
 """Keys that may change when a run goes on: none of them changes a round that is done."""
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import time
+from collections.abc import Iterable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -9,25 +10,28 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from . import __version__, assemble, resume, store
+from . import __version__, assemble, predict, resume, store, track
 from .checkpoint import Checkpoints, State
 from .choice import choose
 from .config import CHOICES, Experiment
 from .data import augment
 from .data.partition import Partition
 from .data.table import Federation, Table, take
+from .engines.remote import Remote
 from .engines.serial import Serial
 from .errors import UserError
-from .evaluate import Evaluation, accuracy_by_client, client_accuracies, embed
+from .evaluate import Evaluation, accuracy_by_client, answers, client_accuracies, embed
 from .federate import RoundResult, begin, federate
 from .memory import ClientMemory
 from .method import Server
+from .priors.quality import confusion
 from .probe import knn, linear_head
 from .progress import Progress, Silent
 from .record import Record, metrics
 from .report import html, load, summary
 from .store import weight_digest
 from .traffic import MB, Traffic
+from .tree import Tree
 
 EXAMPLES = 8  # images of each class kept for the report
 
@@ -47,6 +51,8 @@ class Prepared(NamedTuple):
     engine: Serial
     cohort: int
     why: str  # this engine
+    generation_seconds: float = 0.0  # for the prior's images, also where they were there; 0 where others make them
+    description_seconds: float = 0.0  # for descriptors, alike
 
 
 class Prepare(Protocol):
@@ -70,13 +76,14 @@ def run(
     root: Path = Path("runs"),
     progress: Progress | None = None,
     preparing: Prepare | None = None,
+    report: bool = True,
 ) -> Outcome:
     """Train, evaluate, record. A run directory that `experiment.name` names is continued where it stopped; when it is
     done already, its result is returned.
 
     What is wrong with settings, data, prior or net shows before the first line is written, and then leaves no
     directory behind; a run that fails later says so in its manifest. Where clients live elsewhere, `preparing` says how
-    they are reached.
+    they are reached. Without `report` no page is made; `fedprior report` makes it later.
     """
     progress, root = progress or Silent(), Path(root)
     if not experiment.name and (hint := resume.unfinished(root, experiment)):
@@ -85,6 +92,7 @@ def run(
     if experiment.name and resume.look(folder, experiment):
         progress.say(f"{folder} is done; nothing is left to do. A larger rounds= would go on from there.")
         return Outcome(resume.result(folder) | {"directory": str(folder)}, metrics(folder))
+    track.refuse_missing(experiment.track)
     device = assemble.set_up(experiment)
     progress.say(f"fedprior {__version__} on {device} (threads={experiment.threads}), torch {torch.__version__}")
     began = time.monotonic()
@@ -97,7 +105,7 @@ def run(
             memory = ClientMemory(folder / "checkpoints" / "clients", experiment.memory_MB)
             ready = (preparing or prepare)(experiment, device, memory, progress)
             with closing(ready.engine):
-                return carry_out(ready, record, progress, began)
+                return carry_out(ready, record, progress, began, report)
         except BaseException as error:
             if record.started:
                 with suppress(OSError):  # a full disk must not hide what went wrong
@@ -127,23 +135,26 @@ def prepare(experiment: Experiment, device: torch.device, memory: ClientMemory, 
         progress.say(
             f"classes such as '{real.classes[0]}' are taken for digits, so augment=true does not mirror images"
         )
-    federation, rows = real, 0
+    federation, rows, began = real, 0, time.monotonic()
     if experiment.balance is not None:
         federation, report = assemble.balance(experiment, real, device, progress, prior)
         rows = report.rows
         progress.say(f"{rows} synthetic rows at {len(real.clients)} clients from {report.origin}")
     images = assemble.images_for_server(experiment, real, device, progress, prior)
+    made = time.monotonic()
     if guide is not None:
         guide.describe(assemble.gathered(experiment, federation), progress)
+    described = time.monotonic()
     plain, cohort = assemble.build_engine(experiment, net, federation.to(device), memory, guide)
     engine, why = choose(experiment, plain, cohort)
     progress.say(why)
-    return Prepared(parts, federation, images, rows, engine, cohort, why)
+    return Prepared(parts, federation, images, rows, engine, cohort, why, made - began, described - made)
 
 
-def carry_out(ready: Prepared, record: Record, progress: Progress, began: float) -> Outcome:
+def carry_out(ready: Prepared, record: Record, progress: Progress, began: float, report: bool) -> Outcome:
     """All rounds from wherever the directory stands, then what is made of them."""
     experiment, engine, folder = record.experiment, ready.engine, record.folder
+    spent = {"generation_seconds": ready.generation_seconds, "description_seconds": ready.description_seconds}
     checkpoints = Checkpoints(folder / "checkpoints")
     state = checkpoints.load(engine.memory, record.cover)
     resume.same_data(folder, ready.partition)
@@ -153,7 +164,9 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
         record.begin()
         weights = engine.worker.net.init()
         if ready.images is not None:
+            before = time.monotonic()
             weights = experiment.method.pretrain(engine.worker.net, weights, ready.images, experiment.seed)
+            spent["pretraining_seconds"] = time.monotonic() - before
         server = begin(engine.worker.net, experiment.method, experiment.seed, experiment.bn_stats, weights)
         state = State(0, server, {}, Traffic(), {}, 0.0)
     else:
@@ -164,7 +177,8 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
     prepared = time.monotonic() - began
     judge = Judge(engine, ready.federation, ready.images)
     curve = metrics(folder) if state.done else []
-    server, seconds = train(ready, state, judge, curve, checkpoints, record, progress, began)
+    with track.follow(experiment, folder, ready.federation.classes, curve, progress.say) as tell:
+        server, seconds = train(ready, state, judge, curve, checkpoints, record, progress, began, spent, tell)
     finish(ready, server, judge, record)
     result = {
         **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
@@ -182,6 +196,8 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float)
         "directory": str(folder),
     }
     record.result(result)
+    if report:
+        html.write(load.report_data([folder]), folder / "report.html")
     record.status("done")
     return Outcome(result, curve)
 
@@ -195,8 +211,11 @@ def train(
     record: Record,
     progress: Progress,
     began: float,
+    spent: dict[str, float],
+    tell: track.Tell,
 ) -> tuple[Server, float]:
-    """The rounds that are left; `curve` gets a line for each -> (server, seconds of the run in all)."""
+    """The rounds that are left; `curve` and `tell` get a line for each -> (server, seconds of the run in all). What was
+    `spent` before goes with the first of them, so that lines that are cut off take it along."""
     experiment, engine, server, traffic = record.experiment, ready.engine, state.server, state.traffic
     rounds = federate(
         server,
@@ -217,15 +236,19 @@ def train(
         return state.seconds + time.monotonic() - began
 
     with progress.task("rounds", experiment.rounds, state.done) as update:
+        started = seconds()
         for done, outcome in zip(range(state.done + 1, experiment.rounds + 1), rounds, strict=False):
             trained, server = seconds(), outcome.server
             due = done % experiment.evaluate_every == 0 or done == experiment.rounds
             line = metrics_line(outcome, judge.scores(server) if due else dict.fromkeys(judge.KEYS), traffic)
             now = seconds()
-            record.round(line, {"round": done, "seconds": now, "evaluation_seconds": now - trained})
+            parts = {"training_seconds": trained - started, "evaluation_seconds": now - trained}
+            record.round(line, {"round": done, "seconds": now, **parts, **spent})
             checkpoints.save(State(done, server, engine.memory.index, traffic, record.lengths(), now), engine.memory)
             curve.append(line)
+            tell(line)
             update(done, f"accuracy {line['accuracy']:.3f}" if line["accuracy"] is not None else "")
+            started, spent = seconds(), {}
     return server, seconds()
 
 
@@ -334,6 +357,15 @@ class Judge:
         self.own |= {k: (versions[k], found[k]) for k in stale}
         return [self.own[k][1] for k in self.engine.clients]
 
+    def confusion(self, models: Iterable[Tree]) -> np.ndarray:
+        """Test images of each class (down) by the class that they are taken for (across), summed over the models: int64
+        [classes, classes]."""
+        net, label = self.engine.worker.net, self.test["label"]
+        total = torch.zeros(self.classes, self.classes, dtype=torch.int64, device=label.device)
+        for weights in models:
+            total += confusion(label, answers(net, weights, self.test), self.classes)
+        return total.cpu().numpy()
+
     def summarise(self, seen: list[Evaluation], counts: np.ndarray) -> dict[str, Any]:
         assert self.rates is not None
         mean_rates = self.rates if self.rates.ndim == 1 else self.rates.mean(0)
@@ -350,18 +382,20 @@ class Judge:
 
 
 def finish(ready: Prepared, server: Server, judge: Judge, record: Record) -> None:
-    """Model, clients' table, example images and report."""
+    """Model, confusion matrix, clients' table and example images."""
     experiment, engine, federation = record.experiment, ready.engine, ready.federation
     if judge.rates is None:  # the last round was done before this process
         judge.scores(server)
     if not engine.worker.kept:
-        method = CHOICES["method"].name_of(experiment.method)
-        about = {"net": experiment.net, "method": method, "classes": list(federation.classes)}
-        record.weights(judge.deployed(server), about)
+        about = predict.about(experiment, engine.worker.net, federation)
+        record.weights(weights := judge.deployed(server), about)
+        record.confusion(federation.classes, judge.confusion([weights]))
+    elif not isinstance(engine, Remote):  # clients' own models lie at their nodes
+        own = (engine.start(k, server.weights) for k in engine.clients)
+        record.confusion(federation.classes, judge.confusion(own))
     record.clients(client_columns(federation, engine, judge))
     examples = {kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")}
     record.examples(federation.classes, examples)
-    html.write(load.report_data([record.folder]), record.folder / "report.html")
 
 
 def client_columns(federation: Federation, engine: Serial, judge: Judge) -> dict[str, Any]:
@@ -380,7 +414,7 @@ def client_columns(federation: Federation, engine: Serial, judge: Judge) -> dict
         "real_by_class": list(real),
         "accuracy": accuracy_by_client(rates, real),
     }
-    return columns | ({"real_by_domain": list(federation.domain_counts())} if federation.domains else {})
+    return columns | ({"real_by_domain": list(federation.domain_counts(synthetic=False))} if federation.domains else {})
 
 
 def first_images(federation: Federation, synthetic: bool, per_class: int) -> dict[str, torch.Tensor]:

@@ -15,9 +15,9 @@ from .data.partition import Partition, Sites
 from .data.table import Federation
 from .engines.remote import Nodes, Patience, Remote, Station
 from .errors import UsageError, UserError
-from .letters import Letter, Post
+from .letters import Letter, Post, clean
 from .memory import ClientMemory
-from .node import agreement
+from .node import agreement, content
 from .prepare import balance, synthesis
 from .prepare.balance import Discrepancy, GlobalTarget
 from .progress import Progress
@@ -87,25 +87,30 @@ def prepare(
             "with partition=sites the server judges one global model, but here clients keep a part of it; use "
             "bn_stats=average and a method that shares the whole model"
         )
+    if worker.kept and patience.over_select > 1:
+        raise UsageError("--over-select leaves nodes busy, and here each judges its clients' own models; leave it out")
+    held = federation.counts().sum(1)
+    there = range(experiment.clients) if at_sites else np.flatnonzero(held).tolist()
+    if experiment.cohort > len(there):
+        raise UserError(f"cohort={experiment.cohort}, but only {len(there)} clients hold data; lower cohort")
+    guests = Guests(None if at_sites else federation, progress)
     nodes = Nodes(
         post=post,
+        clients=there,
         greeting=greeting(experiment, federation),
-        greet=lambda letter: mismatch(letter, None if at_sites else parts.digest),
+        greet=guests.greet,
+        settle=guests.settle,
         patience=patience,
         say=progress.say,
     )
-    held = federation.counts().sum(1)
-    expected = experiment.clients if at_sites else int((held > 0).sum())
-    clients = nodes.assemble(expected, experiment.cohort)
-    if experiment.cohort > len(clients):
-        raise UserError(f"cohort={experiment.cohort}, but only {len(clients)} clients hold data; lower cohort")
+    nodes.assemble(len(there) if worker.kept else experiment.cohort)
     images = assemble.images_for_server(experiment, federation, device, progress, prior)
     told = shared(experiment, federation, nodes.stations.values()) if at_sites else planned(experiment, federation)
     cohort, enough = experiment.cohort, None
     if patience.over_select > 1:
-        enough, cohort = cohort, min(len(clients), round(cohort * patience.over_select))
+        enough, cohort = cohort, min(len(there), round(cohort * patience.over_select))
     moved = told.to(device)
-    engine = Remote(worker, moved, nodes, clients, enough)
+    engine = Remote(worker, moved, nodes, enough)
     synthetic = None if at_sites else int((told.every - told.real).sum())
     why = f"engine=remote with {sum(s.ready for s in nodes.stations.values())} nodes"
     progress.say(why)
@@ -122,14 +127,33 @@ def greeting(experiment: Experiment, federation: Federation) -> dict[str, Any]:
     }
 
 
-def mismatch(letter: Letter, digest: str | None) -> str:
-    """Why a node's hello is not good enough."""
-    theirs = str(letter.facts["versions"]["torch"])
-    if digest is not None and letter.facts.get("partition") != digest:
-        return "its data are not the server's: they split differently; give both the same files"
-    if theirs.partition("+")[0] != torch.__version__.partition("+")[0]:
-        return f"its torch is {theirs}, the server's {torch.__version__}; results could differ in their last bits"
-    return ""
+class Guests:
+    """Who may take part, by what nodes say of themselves. In a simulation all have the `federation`'s data and the same
+    prior; sites have their own."""
+
+    def __init__(self, federation: Federation | None, progress: Progress) -> None:
+        self.data = {} if federation is None else {"partition": federation.split["digest"], "data": content(federation)}
+        self.simulated, self.progress = federation is not None, progress
+        self.prior: str | None = None  # of the first node that was ready
+
+    def greet(self, letter: Letter) -> str:
+        theirs = clean(letter.facts["versions"]["torch"])
+        for key, mine in self.data.items():
+            if letter.facts.get(key) != mine:
+                return f"its data are not the server's (another {key}); give both the same files"
+        if theirs.partition("+")[0] != torch.__version__.partition("+")[0]:
+            return f"its torch is {theirs}, the server's {torch.__version__}; results could differ in their last bits"
+        return ""
+
+    def settle(self, letter: Letter) -> str:
+        theirs = clean(letter.facts["prior"])
+        self.prior = theirs if self.prior is None else self.prior
+        if theirs == self.prior:
+            return ""
+        if self.simulated:
+            return "its prior is another model than that of the nodes before it; give all the same files"
+        self.progress.say("a site's prior is another model than that of the sites before it")
+        return ""
 
 
 def remaining(experiment: Experiment) -> tuple[Federation, Partition]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .tree import Tree
 
 T = TypeVar("T")
+DEEPEST = 32  # levels of a tree in a message
 
 
 def cache_folder() -> Path:
@@ -142,6 +143,8 @@ def tree_from(data: bytes) -> "Tree":
         flat = load(data)
         if sorted(order) != sorted(flat):
             raise ValueError("its order names other tensors")
+        if any(name.count("/") > DEEPEST for name in order):
+            raise ValueError("its tensors are nested too deeply")
         return tree.unflatten({name: flat[name] for name in order})
     except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"no tree: {error}") from None

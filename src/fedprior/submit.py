@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import __version__, store
-from .config import Experiment, to_toml
+from .config import Experiment, override, to_toml
 from .engines.remote import Patience
 from .errors import UserError
 
@@ -33,12 +33,28 @@ server = flower.server_app(EXPERIMENT)
 
 
 def named(experiment: Experiment) -> Experiment:
-    """With a name under which the run can go on after a crash."""
+    """With a name under which the run can go on after a crash, and with whole paths for what lies on this machine."""
     from .run import default_name
 
-    if experiment.name:
-        return experiment
-    return replace(experiment, name=f"{default_name(experiment)}-{time.strftime('%Y%m%d-%H%M%S')}")
+    name = experiment.name or f"{default_name(experiment)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    words = []
+    for head, keys in PATHS.items():
+        part = getattr(experiment, head)
+        for key in keys:
+            text = getattr(part, key, None)
+            path = text if isinstance(text, str) and (head == "data" or os.sep in text) else ""  # else it may be a name
+            if path and len(path) < 4096 and Path(path).expanduser().exists():
+                words.append(f"{head}.{key}={Path(path).expanduser().resolve()}")
+    return replace(override(experiment, words), name=name)
+
+
+PATHS = {
+    "data": ("path",),
+    "prior": ("name", "config", "vae"),
+    "balance": ("templates", "names", "domain_words", "target", "clip"),
+    "guide": ("encoder",),
+}
+"""Keys whose values may be files or folders."""
 
 
 def write_app(experiment: Experiment, folder: Path, patience: Patience, runs: str = "") -> None:
@@ -46,7 +62,7 @@ def write_app(experiment: Experiment, folder: Path, patience: Patience, runs: st
     directories go; "" stands for FEDPRIOR_RUNS there. Raises UserError where the folder holds something else."""
     import tomli_w
 
-    if folder.exists() and any(path.name not in FILES for path in folder.iterdir()):
+    if folder.is_file() or (folder.exists() and any(path.name not in FILES for path in folder.iterdir())):
         raise UserError(f"{folder} holds other files; name a new folder")
     waits = {key.replace("_", "-"): float(v) for key, v in asdict(patience).items() if key in WAITS}
     project = {
@@ -95,8 +111,7 @@ class Flwr:
             [self.program, *words], capture_output=True, text=True, env=dict(self.environment), stdin=subprocess.DEVNULL
         )
         if done.returncode:
-            said = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-            raise UserError(f"flwr {words[0]} failed: {plain(said[-1]) if said else f'code {done.returncode}'}")
+            raise UserError(f"flwr {words[0]} failed: {trouble(done.stdout + done.stderr)}")
         return done.stdout
 
     def submit(self, app: Path) -> int:
@@ -108,10 +123,13 @@ class Flwr:
         return int(found[1])
 
     def status(self, run: int) -> str:
-        """pending, starting, running, or finished:completed, finished:failed, finished:stopped."""
+        """pending, starting, running, or finished:completed, finished:failed, finished:stopped. Raises UserError where
+        the SuperLink does not say."""
         said = self.call("list", self.connection, "--run-id", str(run), "--format", "json")
         found = re.search(r'"status":\s*"([^"]+)"', said)
-        return found[1] if found else "unknown"
+        if not found:  # flwr ends with 0 where it cannot connect
+            raise UserError(f"flwr list failed: {trouble(said)}")
+        return found[1]
 
     def follow(self, run: int, say: Callable[[str], None], pause: float = 3.0, patience: int = 20) -> dict[str, Any]:
         """Says every line of the log until the run ends -> its result. Raises UserError when it failed, or when the
@@ -121,7 +139,7 @@ class Flwr:
         while True:
             for line in self.stream(run, len(lines)):
                 lines.append(line)
-                if RESULT not in line:
+                if not line.startswith(RESULT):
                     say(line)
             try:
                 status, failed = self.status(run), 0
@@ -154,12 +172,22 @@ class Flwr:
 
 def outcome(status: str, lines: list[str], run: int) -> dict[str, Any]:
     """The result in a log. Raises UserError where there is none."""
-    results = [line for line in lines if RESULT in line]
+    results = [line.removeprefix(RESULT) for line in lines if line.startswith(RESULT)]
     if status == "finished:completed" and results:
-        found: dict[str, Any] = json.loads(results[-1].partition(RESULT)[2])
-        return found
-    why = [line.partition(FAILED)[2] for line in lines if line.startswith(FAILED)]
+        try:
+            found: dict[str, Any] = json.loads(results[-1])
+            return found
+        except ValueError:
+            raise UserError(f"run {run} completed, but its log holds no whole result; its run directory does") from None
+    why = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
     raise UserError(f"run {run} is {status}: {why[-1] if why else 'its log says why'}")
+
+
+def trouble(said: str) -> str:
+    """What flwr complains of, out of its boxes."""
+    message = re.search(r'"error-message":\s*"((?:[^"\\]|\\.)*)"', said)
+    text = plain(message[1].replace("\\n", " ") if message else said)
+    return (text.rpartition("Error ")[2] or text or "it gives no reason")[-400:]
 
 
 def plain(text: str) -> str:

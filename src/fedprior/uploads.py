@@ -1,12 +1,14 @@
 """What a client sends back, and the reasons to refuse it."""
 
-import math
 from typing import NamedTuple
 
 import torch
 
 from . import tree
 from .tree import Tree
+
+HEAVIEST = 1e15  # that an upload may weigh: sums of more would lose the light ones
+LARGEST_LOSS = 1e30  # that may be averaged
 
 
 class Upload(NamedTuple):
@@ -40,9 +42,9 @@ def check(upload: Upload, expected: Tree, max_norm: float | None) -> Refusal | N
             return refuse(f"{name} is {x.dtype} {list(x.shape)}, expected {y.dtype} {list(y.shape)}")
         if x.is_floating_point() and not torch.isfinite(x).all():
             return refuse(f"{name} has numbers that are not finite")
-    if not math.isfinite(upload.loss):
+    if not abs(upload.loss) < LARGEST_LOSS:
         return refuse("its training loss is not finite; a lower local.lr may help")
-    if not 0 < upload.weight < float("inf"):
+    if not 0 < upload.weight < HEAVIEST:
         return refuse(f"its weight is {upload.weight}")
     if max_norm is not None and (norm := update_norm(upload.tree)) > max_norm:
         return refuse(f"the norm of its update {norm:.4g} is above {max_norm:.4g}")

@@ -29,14 +29,14 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Make the synthetic images that a run would need, so that the run starts at once. Can be stopped and go on."""
-    from .. import assemble
+    from .. import assemble, hub
     from ..plan import generation
     from ..prepare import publish
     from ..progress import for_terminal
 
     share = share_of(part)
     if push:
-        publish.check_name(push)
+        hub.check_name(push)
     elif public:
         raise UsageError("--public says who sees what --push uploads; add --push user/name")
     if push and share:

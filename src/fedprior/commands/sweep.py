@@ -33,6 +33,7 @@ def sweep(
     from .. import sweep as grids
     from ..choice import cores
     from ..progress import for_terminal
+    from ..report import sweep_page
     from ..tables import costs, markdown, of
 
     made, folder = meant(list(words or []), sweeps, columns or [])
@@ -45,13 +46,15 @@ def sweep(
         table = of(folder, metric_of(whole, "auto"))
         text = markdown(table)
         write(folder / "table.md", text)
+        page = folder / "report.html"
+        sweep_page.write(folder, metric_of(whole, "auto"), page)
         print(text)
         spent = costs(folder)
         print(
             f"{spent['cells']} cells, {spent['hours']:.2f} hours of a process, {spent['MB']:.1f} MB sent, "
-            f"{spent['synthetic_rows']} synthetic rows. Table: {folder}/table.md"
+            f"{spent['synthetic_rows']} synthetic rows. Report: {page}"
         )
-        result |= {"costs": spent, "table": str(folder / "table.md")}
+        result |= {"costs": spent, "table": str(folder / "table.md"), "report": str(page)}
     emit(result | {"failed": standing.failed}, as_json)
     if standing.failed:
         listed = "\n".join(f"  {name}: {why}" for name, why in standing.failed.items())

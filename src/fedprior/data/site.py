@@ -76,7 +76,7 @@ def _numbers(rows: Rows, column: str, classes: Sequence[str], renamed: Path | No
         rows = rows._replace(columns=rows.columns.set_column(rows.columns.column_names.index(column), column, words))
     own, written = sources.labels(rows, column, None)
     called = [sources.readable(name) for name in written]
-    find = _finder(classes)
+    find = finder(classes)
     meant = {} if renamed is None else _meant(renamed, called, classes, find)
     found = [meant.get(name) or find(name) for name in called]
     number = np.array([which[0] if len(which) == 1 else -1 for which in found], dtype=np.int64)
@@ -97,7 +97,7 @@ def _numbers(rows: Rows, column: str, classes: Sequence[str], renamed: Path | No
     return torch.from_numpy(number)[own]
 
 
-def _finder(classes: Sequence[str]) -> Callable[[str], list[int]]:
+def finder(classes: Sequence[str]) -> Callable[[str], list[int]]:
     """What gives the numbers of the classes that a name may mean: those written so, else those that differ in case."""
     alike: dict[str, list[int]] = {}
     folded: dict[str, list[int]] = {}

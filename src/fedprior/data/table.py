@@ -75,13 +75,16 @@ class Federation:
     def shard(self, client: int) -> Shard:
         return Shard(self.table, self.clients[client])
 
-    def domain_counts(self) -> np.ndarray:
-        """Rows of each domain at each client, int64 [clients, domains]; rows of no domain do not count."""
+    def domain_counts(self, synthetic: bool | None = None) -> np.ndarray:
+        """Rows of each domain at each client, int64 [clients, domains], all or only (non-)synthetic ones; rows of no
+        domain do not count."""
         out = np.zeros((len(self.clients), len(self.domains)), dtype=np.int64)
         if "domain" in self.table:
             domain = self.table["domain"].cpu().numpy()
+            flag = self.table["synthetic"].cpu().numpy()
             for k, rows in enumerate(self.clients):
-                held = domain[rows.cpu().numpy()]
+                r = rows.cpu().numpy()
+                held = domain[r if synthetic is None else r[flag[r] == synthetic]]
                 out[k] = np.bincount(held[held >= 0], minlength=len(self.domains))
         return out
 

@@ -287,6 +287,10 @@ class Describer:
                     self._bases[group, level] = basis
         return {level: self._bases[group, level] for level in self.sizes}
 
+    def has_axes(self) -> bool:
+        """Whether the global axes of every level are there, and whole."""
+        return all(bool(_stored(self._basis_file("global", level))) for level in self.sizes)
+
     def _basis_file(self, group: str, level: int) -> Path:
         return self.folder / f"axes-{level}-{self.sizes[level]}" / f"{group[:32]}.safetensors"
 

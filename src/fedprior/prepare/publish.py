@@ -1,29 +1,14 @@
 """A folder of synthetic images as a data set on the Hugging Face hub, with a card that says what they are."""
 
-import re
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
-from fedprior.errors import UsageError, UserError
+from fedprior.errors import UserError
+from fedprior.hub import File, upload
 from fedprior.prepare import shards
 from fedprior.prepare.images import NO_DOMAIN, ImageFolder
 
 SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
-
-
-class File(NamedTuple):
-    """One file of the data set."""
-
-    name: str  # within the repository
-    path: Path
-    bytes: int
-
-
-def check_name(repository: str) -> None:
-    """Raises UsageError for what is no user/name."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise UsageError(f"--push wants user/name, not '{repository}'")
 
 
 class Held(NamedTuple):
@@ -52,7 +37,7 @@ def held(folder: ImageFolder) -> Held:
 
 def listed(folder: ImageFolder, found: Held, command: str) -> list[File]:
     """All that `push` would upload."""
-    return [File("README.md", Path("README.md"), len(card(folder, found, command).encode())), *found.files]
+    return [File.of("README.md", card(folder, found, command)), *found.files]
 
 
 def card(folder: ImageFolder, found: Held, command: str) -> str:
@@ -102,25 +87,13 @@ def card(folder: ImageFolder, found: Held, command: str) -> str:
 
 
 def push(folder: ImageFolder, found: Held, repository: str, command: str, *, private: bool = True) -> str:
-    """Uploads files and card; -> the address of the data set. What is there already and unchanged is not sent again.
-
-    Raises UserError without a login, without a network, or where the hub refuses.
-    """
-    from huggingface_hub import CommitOperationAdd, HfApi
-
-    text = card(folder, found, command)
-    api = HfApi()
-    operations = [CommitOperationAdd("README.md", text.encode())]
-    operations += [CommitOperationAdd(file.name, file.path) for file in found.files]
-    try:
-        api.create_repo(repository, repo_type="dataset", private=private, exist_ok=True)
-        made = api.create_commit(
-            repository, operations, commit_message=f"{len(found.files)} files of images", repo_type="dataset"
-        )
-    except Exception as error:  # every layer of the client has its own kinds, and the remedy is the same for all
-        reason = str(error).strip().partition("\n")[0][:200].rstrip(".") or type(error).__name__
-        raise UserError(
-            f"cannot push to {repository} ({reason}); log in with `hf auth login`, check the name and the network. The "
-            "images stay where they are"
-        ) from None
-    return str(made.repo_url)
+    """Uploads files and card; -> the address of the data set. Raises what `hub.upload` raises."""
+    return upload(
+        repository,
+        "dataset",
+        found.files,
+        card(folder, found, command),
+        f"{len(found.files)} files of images",
+        private=private,
+        kept="The images stay where they are",
+    )

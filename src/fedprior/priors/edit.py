@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from .features import to_latents
 from .quiet import quiet
 
@@ -42,6 +43,8 @@ def redraw(
     `strength` in (0, 1] is the share of the noise schedule that is added and taken away again, in that share of
     `steps`. Image i depends on images[i], prompts[i] and seeds[i] alone.
     """
+    if int(strength * steps) < 1:
+        raise UserError(f"balance.strength={strength:g} of {steps} steps is less than one; raise it or prior.steps")
     with quiet():
         from diffusers import AutoPipelineForImage2Image
 

@@ -17,16 +17,19 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from .summary import Arm, evaluated, megabytes
+from .summary import Arm, class_means, evaluated, joined, megabytes, mixed_up, shares
 
 # Okabe and Ito's palette, told apart with every common colour blindness; yellow is left out as too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", "-.", ":")
 REAL, SYNTHETIC = "#33415C", "#F0A830"
 COUNTS = LinearSegmentedColormap.from_list("counts", ["#FFFFFF", "#BBD7EA", "#4A93C4", "#0A4A7F", "#06233F"])
+UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 FEW_CLASSES = 20  # more are drawn without their names
+NAME = 20  # characters of a class name on an axis
 FEW_CLIENTS = 40  # more are drawn as a heat map
 WIDTH = 4.8  # inches of a panel: two side by side on a desk, one on a phone, legible on both
+THIRD = 3.9  # of one of three side by side
 SHOWN = 8  # images of a class
 TILE = 48  # pixels of the side to which a small image is enlarged
 STRIP = 400  # pixels of a row of images
@@ -82,12 +85,12 @@ def colour(i: int) -> str:
     return COLOURS[i % len(COLOURS)]
 
 
-def draw(height: float, paint: Callable[[Canvas], None], alt: str) -> str:
-    """An <svg> element as wide as a panel; `paint` fills a canvas of this height in inches."""
+def draw(height: float, paint: Callable[[Canvas], None], alt: str, width: float = WIDTH) -> str:
+    """An <svg> element, drawn for a panel of this width; `paint` fills a canvas of these inches."""
     # The salt makes the ids of two figures on one page differ, and those of two calls agree.
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": alt}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # the reader's font draws the text
-        canvas = Canvas(figsize=(WIDTH, height), layout="constrained")
+        canvas = Canvas(figsize=(width, height), layout="constrained")
         paint(canvas)
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True)
@@ -119,7 +122,7 @@ def distribution(before: np.ndarray, after: np.ndarray | None, classes: Sequence
     top = max(int(before.max()), int(after.max()) if after is not None else 0, 1)
     stages = [("real rows", before)] + ([("real and synthetic rows", after)] if after is not None else [])
     few = len(classes) <= FEW_CLASSES and len(before) <= FEW_CLIENTS
-    names = 5.5 * max(map(len, classes))  # points that the class names take
+    names = 5.5 * max(len(brief(name)) for name in classes)  # points that the class names take
     widest = min(0.9 * (72 * WIDTH - 40 - names) / len(before), 17.0)  # so that neighbours do not overlap
     panels = []
     for title, rows in stages:
@@ -145,7 +148,7 @@ def distribution(before: np.ndarray, after: np.ndarray | None, classes: Sequence
         panels.append(draw(1.0 + 0.25 * min(max(len(classes), 4), 20), fill, alt))
     if not few:
         return Figure(panels, "The darker, the more rows; white: none. The scale is that of a square root.")
-    mixed = " Dark: real. Orange: added by the prior." if after is not None else ""
+    mixed = " Orange: added by the prior; the others: real." if after is not None else ""
     return Figure(panels, f"The area of a dot is the number of rows; the largest stands for {top:,}.{mixed}")
 
 
@@ -165,26 +168,49 @@ def heat(ax: Axes, rows: np.ndarray, top: int) -> None:
     bar.outline.set_visible(False)
 
 
+def brief(name: str) -> str:
+    """A class name that leaves room for what it names; tables have it in full."""
+    return name if len(name) <= NAME else f"{name[: NAME - 1]}…"
+
+
 def name_classes(ax: Axes, classes: Sequence[str]) -> None:
     """Class names on the vertical axis, or numbers where there are too many to read."""
     if len(classes) <= FEW_CLASSES:
-        ax.set_yticks(range(len(classes)), classes)
+        ax.set_yticks(range(len(classes)), [brief(name) for name in classes])
         ax.tick_params(axis="y", length=0)
     else:
         ax.set_ylabel("class")
 
 
 def training(arms: Sequence[Arm]) -> Figure:
-    """Accuracy against rounds and, where anything was sent, against megabytes. Every curve has evaluations."""
-    panels = [curves(arms, lambda line: float(line["round"]), "round")]
+    """Accuracy against rounds, against megabytes where anything was sent, and against time where that is known. Every
+    curve has evaluations."""
+    axes: list[tuple[str, Callable[[dict[str, Any]], float]]] = [("round", lambda line: float(line["round"]))]
     if any(megabytes(curve[-1]) for arm in arms for curve in arm.curves):
-        panels.append(curves(arms, megabytes, "MB sent, up and down"))
+        axes.append(("MB sent, up and down", megabytes))
+    caption = whose(arms)
+    if all("seconds" in line for arm in arms for curve in arm.curves for line in curve):
+        longest = max(float(curve[-1]["seconds"]) for arm in arms for curve in arm.curves)
+        unit, size = next((unit, size) for unit, size in UNITS if longest >= 3 * size or size == 1)
+        axes.append((unit, lambda line: float(line["seconds"]) / size))
+        caption += " Time counts from the start of a run, with the making (or finding) of images."
     several = any(len(arm.curves) > 1 for arm in arms)
-    caption = "Global test accuracy."
+    width = WIDTH if len(axes) < 3 else THIRD
+    panels = [curves(arms, x, label, width) for label, x in axes]
     return Figure(panels, caption + (" Line: mean over seeds; band: lowest to highest seed." if several else ""))
 
 
-def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str) -> str:
+def whose(arms: Sequence[Arm]) -> str:
+    """Whose test accuracy is shown, as a sentence."""
+    own = [arm.name for arm in arms if arm.own]
+    if not own:
+        return "Test accuracy of the global model."
+    if len(own) == len(arms):
+        return "Test accuracy, mean over clients' own models."
+    return f"Test accuracy of the global model; of {joined(own)}, mean over clients' own models."
+
+
+def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str, width: float = WIDTH) -> str:
     """One line an arm, the mean over its seeds, and a band from the lowest to the highest seed."""
     lines = [series(arm, x) for arm in arms]
 
@@ -202,10 +228,11 @@ def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str
         ax.margins(x=0.02)
         ax.set_xlim(left=0)
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=label == "round"))
-        legend(canvas, ax, arms)
+        legend(canvas, ax, arms, width)
 
     ends = ", ".join(f"{arm.name} ends at {ys[:, -1].mean():.1f} %" for arm, (_, ys) in zip(arms, lines, strict=True))
-    return draw(3.3 + legend_height(arms), paint, f"Line chart of test accuracy against {label}: {ends}.")
+    alt = f"Line chart of test accuracy against {label}: {ends}."
+    return draw(0.6 + 0.56 * width + legend_height(arms, width), paint, alt, width)
 
 
 def series(arm: Arm, x: Callable[[dict[str, Any]], float]) -> tuple[np.ndarray, np.ndarray]:
@@ -216,19 +243,19 @@ def series(arm: Arm, x: Callable[[dict[str, Any]], float]) -> tuple[np.ndarray, 
     return xs, 100 * np.array([[lines[r]["accuracy"] for r in rounds] for lines in by_round])
 
 
-def legend(canvas: Canvas, ax: Axes, arms: Sequence[Arm]) -> None:
+def legend(canvas: Canvas, ax: Axes, arms: Sequence[Arm], width: float = WIDTH) -> None:
     """Names of the arms above the axes, where they hide nothing."""
     handles, names = ax.get_legend_handles_labels()
-    canvas.legend(handles, names, frameon=False, loc="outside upper left", ncols=legend_columns(arms))
+    canvas.legend(handles, names, frameon=False, loc="outside upper left", ncols=legend_columns(arms, width))
 
 
-def legend_columns(arms: Sequence[Arm]) -> int:
-    return 2 if max(len(arm.name) for arm in arms) < 22 else 1
+def legend_columns(arms: Sequence[Arm], width: float) -> int:
+    return 2 if max(len(arm.name) for arm in arms) < 4.5 * width else 1
 
 
-def legend_height(arms: Sequence[Arm]) -> float:
+def legend_height(arms: Sequence[Arm], width: float = WIDTH) -> float:
     """Inches that the names of the arms take."""
-    return 0.24 * math.ceil(len(arms) / legend_columns(arms))
+    return 0.24 * math.ceil(len(arms) / legend_columns(arms, width))
 
 
 def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
@@ -274,19 +301,82 @@ def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
     )
 
 
-def class_means(arm: Arm) -> np.ndarray:
-    """Percent [classes] at the last evaluation, mean over seeds; NaN where the test set lacks a class."""
-    ends = [evaluated(curve)[-1]["per_class"] for curve in arm.curves]
-    rates = np.array([[np.nan if v is None else v for v in end] for end in ends], dtype=float)
-    return np.asarray(100 * rates.mean(0))
-
-
 def span(values: np.ndarray, classes: Sequence[str]) -> str:
     """The worst and the best class in words."""
     if np.isnan(values).all():
         return "not known"
     low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
     return f"from {values[low]:.0f} % ({classes[low]}) to {values[high]:.0f} % ({classes[high]})"
+
+
+def clients(arms: Sequence[Arm]) -> Figure:
+    """How accuracy is spread over clients: sorted by it, over all seeds. Every arm has a client with accuracy."""
+    sorted_ = [np.sort(100 * np.concatenate([h.accuracy[np.isfinite(h.accuracy)] for h in a.clients])) for a in arms]
+
+    def paint(canvas: Canvas) -> None:
+        ax = canvas.subplots()
+        for i, (arm, values) in enumerate(zip(arms, sorted_, strict=True)):
+            at = 100 * (np.arange(len(values)) + 0.5) / len(values)
+            dot = "o" if len(values) <= FEW_CLIENTS else ""
+            style = STYLES[i % len(STYLES)]
+            ax.plot(at, values, color=colour(i), linestyle=style, marker=dot, markersize=4, linewidth=2, label=arm.name)
+        ax.set_xlim(0, 100)
+        ax.set_ylim(0, 102)
+        ax.set_xlabel("clients, from worst to best (%)")
+        ax.set_ylabel("accuracy on own mix (%)")
+        legend(canvas, ax, arms)
+
+    said = "; ".join(
+        f"{arm.name} from {v[0]:.1f} % to {v[-1]:.1f} %, half of them above {np.median(v):.1f} %"
+        for arm, v in zip(arms, sorted_, strict=True)
+    )
+    seeds = " Clients of all seeds together." if any(len(arm.clients) > 1 for arm in arms) else ""
+    caption = f"A point is a client; what lies to the left of it sees less.{seeds}"
+    return Figure([draw(3.3 + legend_height(arms), paint, f"Accuracy that clients see: {said}.")], caption)
+
+
+def confusion(arms: Sequence[Arm], classes: Sequence[str]) -> Figure | None:
+    """What test images of each class are taken for by the last model, one panel an arm; None where it is not known."""
+    known = [arm for arm in arms if arm.confusion is not None]
+    if not known:
+        return None
+    panels = []
+    for arm in known:
+        assert arm.confusion is not None
+        pairs = [f"{row['class']} ({row[arm.name]})" for row in mixed_up([arm], classes)[:3]]
+        most = f" Mixed up most: {'; '.join(pairs)}." if pairs else " None is taken for another."
+        title = arm.name if len(arms) > 1 else ""
+        panels.append(matrix(shares(arm.confusion), classes, title, f"{arm.name}: what images are taken for.{most}"))
+    whom = " Summed over clients' own models." if any(arm.own for arm in known) else ""
+    seeds = " Summed over seeds." if any(len(arm.curves) > 1 for arm in known) else ""
+    caption = f"Percent of the test images of a class (a row) by the class they are taken for (a column).{whom}{seeds}"
+    return Figure(panels, caption)
+
+
+def matrix(shares: np.ndarray, classes: Sequence[str], title: str, alt: str) -> str:
+    """Percent of each row as a heat map, float64 [classes, classes], with the numbers where they are few."""
+    few = len(classes) <= FEW_CLASSES
+
+    def paint(canvas: Canvas) -> None:
+        ax = canvas.subplots()
+        ax.imshow(shares, cmap=COUNTS, vmin=0, vmax=100, interpolation="nearest", aspect="auto")
+        ax.grid(visible=False)
+        name_classes(ax, classes)
+        ax.set_title(title, loc="left", fontweight="bold")
+        if few:
+            ax.set_xticks(
+                range(len(classes)), [brief(name) for name in classes], rotation=60, ha="right", rotation_mode="anchor"
+            )
+            ax.tick_params(axis="x", length=0)
+            size = 9 if len(classes) <= 12 else 6
+            for (i, j), value in np.ndenumerate(shares):
+                if value >= 0.5:
+                    shade = "white" if value > 50 else "black"
+                    ax.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=size)
+        ax.set_xlabel("taken for")
+        ax.set_ylabel("class")
+
+    return draw(4.6, paint, alt)
 
 
 def pictures(real: dict[str, np.ndarray], synthetic: dict[str, np.ndarray], classes: Sequence[str]) -> Pictures | None:

@@ -11,7 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from .. import record, store
 from ..errors import UserError
-from .summary import Arm, ReportData
+from . import summary
+from .summary import Arm, Curve, Holdings, ReportData
 
 
 def config(folder: Path) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def check_done(folders: Sequence[Path]) -> None:
 def _report_data(folders: Sequence[Path], title: str, notes: Sequence[str]) -> ReportData:
     import pyarrow.parquet as pq
 
-    arms = [Arm(name=name, curves=[record.metrics(f) for f in members]) for name, members in group(folders).items()]
+    arms = [arm(name, members) for name, members in group(folders).items()]
     tables = [pq.read_table(folder / "clients.parquet") for folder in folders]
     rows = [np.array(t["rows_by_class"].to_pylist(), dtype=np.int64) for t in tables]
     shown = max(range(len(folders)), key=lambda i: int(rows[i].sum()))
@@ -97,9 +98,85 @@ def _report_data(folders: Sequence[Path], title: str, notes: Sequence[str]) -> R
         real=images["real"],
         config=(folders[shown] / "config.toml").read_text(encoding="utf-8"),
         environment=manifest["versions"] | manifest["hardware"],
-        notes=[*notes, *([HELD_OUT.format(values["validation"])] if values.get("validation") else [])],
+        notes=[
+            *notes,
+            *([HELD_OUT.format(values["validation"])] if values.get("validation") else []),
+            *unlike(folders),
+        ],
         target=values.get("target"),
     )
+
+
+def arm(name: str, folders: Sequence[Path]) -> Arm:
+    """One setting's runs, one a seed. What an earlier version did not record is left out."""
+    results = [result(folder) for folder in folders]
+    timed = [record.timings(folder) for folder in folders]
+    matrices = [confusion(folder) for folder in folders]
+    known = [m for m in matrices if m is not None]
+    return Arm(
+        name=name,
+        curves=[curve(folder, lines) for folder, lines in zip(folders, timed, strict=True)],
+        runs=[folder.name for folder in folders],
+        seeds=[int(config(folder)["seed"]) for folder in folders],
+        clients=[holdings(folder) for folder in folders],
+        seconds=[summary.spent(t, float(r["seconds"])) if r else {} for t, r in zip(timed, results, strict=True)],
+        confusion=np.sum(known, axis=0) if len(known) == len(folders) else None,
+        own=any(r.get("models") == "own" for r in results),
+        config=flat(config(folders[0])),
+    )
+
+
+def curve(folder: Path, timings: Sequence[dict[str, Any]]) -> Curve:
+    """The lines of metrics.jsonl, with the seconds that the run had taken where all are known."""
+    lines = record.metrics(folder)
+    seconds = {line["round"]: line["seconds"] for line in timings}
+    if any(line["round"] not in seconds for line in lines):
+        return lines
+    return [line | {"seconds": seconds[line["round"]]} for line in lines]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """result.json; {} where there is none."""
+    path = folder / "result.json"
+    return store.read_json(path) if path.exists() else {}
+
+
+def holdings(folder: Path) -> Holdings:
+    """clients.parquet as columns."""
+    import pyarrow.parquet as pq
+
+    columns = pq.read_table(folder / "clients.parquet").to_pydict()
+    return Holdings(
+        real=np.array(columns["real_by_class"], dtype=np.int64),
+        synthetic=np.array(columns["synthetic"], dtype=np.int64),
+        accuracy=np.array(columns["accuracy"], dtype=float),
+    )
+
+
+def confusion(folder: Path) -> np.ndarray | None:
+    """int64 [classes, classes], test images by what they were taken for (across); None where nobody counted them."""
+    import pyarrow.parquet as pq
+
+    path = folder / "confusion.parquet"
+    return np.array(pq.read_table(path)["taken_for"].to_pylist(), dtype=np.int64) if path.exists() else None
+
+
+def flat(values: dict[str, Any], head: str = "") -> dict[str, Any]:
+    """A config by the keys of the command line: {"method": {"name": "fedprox", "mu": 0.1}} gives "method" and
+    "method.mu"."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        whole = f"{head}.{key}" if head and key != "name" else head or key
+        out |= flat(value, whole) if isinstance(value, dict) else {whole: value}
+    return out
+
+
+def unlike(folders: Sequence[Path]) -> list[str]:
+    """In which versions and hardware runs differ, as a sentence; nothing where they do not."""
+    manifests = [store.read_json(folder / "manifest.json") for folder in folders]
+    found = [m["versions"] | m["hardware"] for m in manifests]
+    names = [n for n in dict.fromkeys(n for one in found for n in one) if len({one.get(n) for one in found}) > 1]
+    return [f"The runs were not all made alike; they differ in {summary.joined(names)}."] if names else []
 
 
 def examples(folder: Path) -> tuple[tuple[str, ...], dict[str, dict[str, np.ndarray]]]:

@@ -2,27 +2,56 @@
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ..progress import clock
 from ..traffic import MB
 
 LAST = 10  # rounds that the headline averages, as far as they were evaluated
 FAR = 3  # combined standard deviations from which a difference is called far outside the spread
+CARDS = 4  # arms whose numbers are said in large type and in sentences; more of them are left to the tables
+WORST = 5  # clients, and pairs of classes, that are named
+PARTS = {  # of a run's time, by the keys of a line of timings.jsonl
+    "images from the prior": ("generation_seconds",),
+    "descriptors": ("description_seconds",),
+    "training": ("training_seconds", "pretraining_seconds"),
+    "evaluation": ("evaluation_seconds",),
+}
+NOTHING = "–"  # where there is no number
+LEAST = 0.005  # seconds of a part that is worth a line
+REST = "data, models, checkpoints"
 
 Curve = list[dict[str, Any]]
-"""The lines of one run's metrics.jsonl, one a round; accuracies are in [0, 1], None where nothing was evaluated."""
+"""The lines of one run's metrics.jsonl, one a round; accuracies are in [0, 1], None where nothing was evaluated. Where
+its timings are there too, each has the `seconds` that the run had taken by then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """One run's clients with their rows and what they see of the last model, one entry a client."""
+
+    real: np.ndarray  # int64 [clients, classes]
+    synthetic: np.ndarray  # int64 [clients], rows
+    accuracy: np.ndarray  # float64 [clients] in [0, 1], on the client's own mix of classes; NaN without data
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One setting, over one or several seeds."""
+    """One setting, over one or several seeds. What earlier versions did not record is missing."""
 
     name: str
     curves: list[Curve]  # one a seed
+    runs: list[str] = field(default_factory=list)  # names of the directories, one a seed, as all lists here
+    seeds: list[int] = field(default_factory=list)
+    clients: list[Holdings] = field(default_factory=list)
+    seconds: list[dict[str, float]] = field(default_factory=list)  # by what they went into
+    confusion: np.ndarray | None = None  # int64 [classes, classes], taken for (across), summed over seeds
+    own: bool = False  # whether accuracies are means over clients' own models
+    config: dict[str, Any] = field(default_factory=dict)  # of the first run, by key of the command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +121,7 @@ def score(arm: Arm) -> tuple[float | None, float | None]:
 def percent(mean: float | None, spread: float | None = None) -> str:
     """E.g. "95.1 % ± 0.2"; a dash where there is no number."""
     if mean is None:
-        return "–"
+        return NOTHING
     return f"{100 * mean:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
 
 
@@ -145,6 +174,61 @@ def counted(n: float, noun: str) -> str:
     """E.g. "1 round" or "3,260 rows"."""
     text = f"{n:,.1f}".removesuffix(".0")
     return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+
+
+def sentences(data: ReportData) -> list[str]:
+    """The whole in a few sentences: who is ahead, who is left behind, and at which price."""
+    return [*verdicts(data.arms), *left_behind(data.arms, data.classes), *price(data.arms)]
+
+
+def left_behind(arms: Sequence[Arm], classes: Sequence[str]) -> list[str]:
+    """What the worst client sees, and which class is hardest, in a sentence; none where nothing was evaluated, or where
+    arms are too many to be told in one."""
+    worst = {}
+    for arm in arms:
+        ends = [evaluated(c)[-1]["clients"]["worst"] for c in arm.curves if evaluated(c)]
+        mean, _ = across_seeds(ends)
+        if mean is not None:
+            worst[arm.name] = mean
+    if not worst or len(arms) > CARDS:
+        return []
+    if len(arms) > 1:
+        return [f"The worst client sees {joined([f'{percent(v)} with {name}' for name, v in worst.items()])}."]
+    rates = class_means(arms[0])
+    if np.isnan(rates).all():
+        return [f"The worst client sees {percent(worst[arms[0].name])}."]
+    hardest = int(np.nanargmin(rates))
+    return [
+        f"The worst client sees {percent(worst[arms[0].name])}, and the hardest class is {classes[hardest]} with "
+        f"{rates[hardest]:.1f} %."
+    ]
+
+
+def price(arms: Sequence[Arm]) -> list[str]:
+    """What was sent and how long it took, in a sentence; none where arms are too many to be told in one."""
+    if len(arms) > CARDS:
+        return []
+    costs = []
+    for arm in arms:
+        cost = [counted(statistics.fmean(len(c) for c in arm.curves), "round")]
+        cost += [f"{statistics.fmean(megabytes(c[-1]) for c in arm.curves):.2f} MB of messages"]
+        if arm.seconds and all(arm.seconds):
+            cost += [lasted(statistics.fmean(sum(s.values()) for s in arm.seconds))]
+        costs.append(joined(cost) + (f" with {arm.name}" if len(arms) > 1 else ""))
+    what = "A run" if sum(len(arm.curves) for arm in arms) > 1 else "It"
+    return [f"{what} took {'; '.join(costs)}."]
+
+
+def joined(parts: Sequence[str]) -> str:
+    """E.g. "a", "a and b" or "a, b and c"."""
+    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
+
+
+def lasted(seconds: float) -> str:
+    """E.g. "0.42 s", "13.1 s" or "2 h 10 min"."""
+    if seconds < 10:
+        return f"{seconds:.2f} s"
+    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
 
 
 def verdicts(arms: Sequence[Arm]) -> list[str]:
@@ -216,6 +300,152 @@ def client_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
     ]
 
 
+def class_means(arm: Arm) -> np.ndarray:
+    """Percent [classes] at the last evaluation, mean over seeds; NaN where the test set lacks a class."""
+    ends = [evaluated(curve)[-1]["per_class"] for curve in arm.curves]
+    rates = np.array([[np.nan if v is None else v for v in end] for end in ends], dtype=float)
+    return np.asarray(100 * rates.mean(0))
+
+
+def domain_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """Accuracy of each domain at the last evaluation, and of nearest neighbours where they were asked: mean and spread
+    over seeds, one column an arm."""
+    found: dict[str, dict[str, list[float | None]]] = {}
+    for arm in arms:
+        for curve in arm.curves:
+            if not (seen := evaluated(curve)):
+                continue
+            said = dict(seen[-1].get("per_domain", {}))
+            if "knn" in seen[-1]:
+                said["20 nearest neighbours"] = seen[-1]["knn"]
+            for name, value in said.items():
+                found.setdefault(name, {}).setdefault(arm.name, []).append(value)
+    return [
+        {"accuracy": name} | {arm.name: percent(*across_seeds(by_arm.get(arm.name, []))) for arm in arms}
+        for name, by_arm in found.items()
+    ]
+
+
+def worst_clients(arms: Sequence[Arm], classes: Sequence[str]) -> list[dict[str, str]]:
+    """The clients of each arm that see least, over all its seeds, worst first: rows, classes and accuracy."""
+    out = []
+    for arm in arms:
+        all_of_them = [
+            (float(held.accuracy[k]), i, k)
+            for i, held in enumerate(arm.clients)
+            for k in range(len(held.accuracy))
+            if np.isfinite(held.accuracy[k])
+        ]
+        for accuracy, i, k in sorted(all_of_them)[: WORST if len(arms) == 1 else 3]:
+            held = arm.clients[i]
+            row = {"client": f"client {k}" + (f", seed {arm.seeds[i]}" if len(arm.clients) > 1 else "")}
+            row |= {"setting": arm.name} if len(arms) > 1 else {}
+            row |= {"real rows": f"{held.real[k].sum():,}"}
+            row |= {"synthetic rows": f"{held.synthetic[k]:,}"} if any(h.synthetic.any() for h in arm.clients) else {}
+            out.append(row | {"real rows by class": by_class(held.real[k], classes), "accuracy": percent(accuracy)})
+    heads = dict.fromkeys(head for row in out for head in row)  # an arm without synthetic rows lacks their column
+    order = [h for h in ("client", "setting", "real rows", "synthetic rows") if h in heads]
+    return [{h: row.get(h, "0") for h in [*order, "real rows by class", "accuracy"]} for row in out]
+
+
+def by_class(rows: np.ndarray, classes: Sequence[str], most: int = 3) -> str:
+    """E.g. "four 31, nine 12 and 3 other classes": the classes of a client, the largest first."""
+    held = [int(c) for c in np.argsort(-rows, kind="stable") if rows[c]]
+    more = len(held) - most
+    told = ", ".join(f"{classes[c]} {rows[c]:,}" for c in held[:most])
+    return told + (f" and {more} other class{'es' if more > 1 else ''}" if more > 0 else "")
+
+
+def mixed_up(arms: Sequence[Arm], classes: Sequence[str]) -> list[dict[str, str]]:
+    """The pairs of classes that are taken for each other most, under any arm: percent of the images of the first."""
+    known = {arm.name: shares(arm.confusion) for arm in arms if arm.confusion is not None}
+    if not known:
+        return []
+    apart = {name: x - np.diag(np.diag(x)) for name, x in known.items()}
+    most = np.max(list(apart.values()), axis=0)
+    pairs = np.argwhere(most > 0)
+    worst = sorted(pairs.tolist(), key=lambda pair: -most[*pair])[:WORST]
+    return [
+        {"class": f"{classes[i]}, taken for {classes[j]}"}
+        | {arm.name: f"{apart[arm.name][i, j]:.1f} %" if arm.name in apart else NOTHING for arm in arms}
+        for i, j in worst
+    ]
+
+
+def shares(counts: np.ndarray) -> np.ndarray:
+    """Percent of each row, float64 [classes, classes]; zeros for a class without images."""
+    return np.asarray(100 * counts / np.maximum(counts.sum(1, keepdims=True), 1))
+
+
+def spent(timings: Sequence[Mapping[str, Any]], total: float) -> dict[str, float]:
+    """A run's seconds by what they went into, from the lines of timings.jsonl and all that it took; {} without lines.
+    Of runs of earlier versions evaluation alone is known."""
+    if not timings:
+        return {}
+    told = any("training_seconds" in line for line in timings)
+    out = {
+        part: math.fsum(line.get(key, 0.0) for line in timings for key in keys)
+        for part, keys in PARTS.items()
+        if told or part == "evaluation"
+    }
+    return out | {REST if told else f"training, {REST}": max(0.0, total - math.fsum(out.values()))}
+
+
+def seconds_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """What the seconds of a run went into, mean over seeds, with its share; parts that nobody spent are left out."""
+    known = {arm.name: arm.seconds for arm in arms if arm.seconds and all(arm.seconds)}
+    totals = {name: statistics.fmean(sum(s.values()) for s in runs) for name, runs in known.items()}
+    if not any(totals.values()):
+        return []
+    parts = dict.fromkeys(part for runs in known.values() for s in runs for part in s if s[part] >= LEAST)
+    rows = []
+    for part in [*(p for p in (*PARTS, REST) if p in parts), *(p for p in parts if p not in (*PARTS, REST))]:
+        row = {"time": part}
+        for arm in arms:
+            took = [s[part] for s in known.get(arm.name, []) if part in s]
+            mean = statistics.fmean(took) if took else None
+            row[arm.name] = NOTHING if mean is None else f"{lasted(mean)} ({100 * mean / totals[arm.name]:.0f} %)"
+        rows.append(row)
+    return [*rows, {"time": "in all"} | {a.name: lasted(totals[a.name]) if a.name in totals else NOTHING for a in arms}]
+
+
+def differences(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """The keys of the command line that the arms give different values, one column an arm; a dash where a key has no
+    meaning. What only belongs to a choice that others did not make is left to the config."""
+    keys = dict.fromkeys(key for arm in arms for key in arm.config if key not in ("name", "seed"))
+    rows = [[told(arm.config.get(key)) for arm in arms] for key in keys]
+    names = [arm.name for arm in arms]
+    return [
+        {"key": key} | dict(zip(names, row, strict=True))
+        for key, row in zip(keys, rows, strict=True)
+        if len({value for value in row if value != NOTHING}) > 1
+    ]
+
+
+def told(value: Any) -> str:
+    """A value of a config as on the command line."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(map(told, value)) if isinstance(value, list) else str(value)
+
+
+def run_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """The directories that the page was made from."""
+    return [
+        {
+            "run": run,
+            "setting": arm.name,
+            "seed": str(seed),
+            "rounds": str(len(curve)),
+            f"mean of last {window(arms)} rounds": percent(headline(curve)["mean_last10"]),
+        }
+        for arm in arms
+        for run, seed, curve in zip(arm.runs, arm.seeds, arm.curves, strict=False)
+    ]
+
+
 def traffic_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
     """MB over the whole run by direction and tensor group, mean over seeds; groups that sent nothing are left out."""
     rows = []
@@ -245,6 +475,25 @@ def incidents(arms: Sequence[Arm], most: int = 20) -> list[str]:
                     lines.append(f"{where}: {few}, the model stayed as it was")
     more = len(lines) - most
     return totals + lines[:most] + ([f"and {more} more"] if more > 0 else [])
+
+
+def attendance_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
+    """How requests to clients ended, summed over seeds, one column an arm."""
+    counts: dict[str, dict[str, int]] = {}
+    for arm in arms:
+        lines = [line for curve in arm.curves for line in curve]
+        asked = sum(len(line["cohort"]) for line in lines)
+        ends = {
+            "asked": asked,
+            "good updates": sum(line["accepted"] for line in lines),
+            "of these after part of the work": sum(len(line.get("partial", ())) for line in lines),
+            "no answer": sum(len(line.get("dropped", ())) for line in lines),
+            "refused": sum(len(line["refused"]) for line in lines),
+            "rounds that left the model as it was": sum(bool(line["skipped"]) for line in lines),
+        }
+        counts[arm.name] = ends
+    heads = dict.fromkeys(head for ends in counts.values() for head in ends)
+    return [{"requests to clients": head} | {name: f"{counts[name][head]:,}" for name in counts} for head in heads]
 
 
 def attendance(run: str, curve: Curve) -> list[str]:

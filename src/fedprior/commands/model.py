@@ -1,0 +1,113 @@
+"""`fedprior predict` and `fedprior model ...`: what becomes of a trained model."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import UsageError
+from .common import Json, emit, percent, table, use_threads
+
+app = typer.Typer(help="A run's global model: publish it.", no_args_is_help=True)
+
+SHOWN = 20  # images on the terminal; a file holds all
+
+
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="RUN_DIRECTORY | MODEL.safetensors", show_default=False)],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Images, folders, parquet files.")],
+    top: Annotated[int, typer.Option(min=1, help="Classes an image, the likeliest first.")] = 3,
+    batch: Annotated[int | None, typer.Option(min=1, help="Images at a time; by default as many as a run.")] = None,
+    image: Annotated[str, typer.Option(help="The column of the images, where it does not show.")] = "",
+    label: Annotated[str, typer.Option(help="The column of the labels, where it does not show.")] = "",
+    out: Annotated[Path | None, typer.Option(help="A .csv or .jsonl file for all predictions.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Classify images with a trained model; where class folders or columns give labels, say how often it is right."""
+    from .. import predict as predicting
+    from ..progress import for_terminal
+    from .priors import refuse_unwritable, writing
+
+    use_threads(threads)
+    if out is not None:
+        if out.suffix not in (".csv", ".jsonl"):
+            raise UsageError(f"--out {out} must end in .csv or .jsonl")
+        refuse_unwritable(out)
+    classifier = predicting.load(model, device)
+    classes, progress = classifier.classes, for_terminal()
+    top = min(top, len(classes))
+    found = [predicting.find(path, classes, image, label) for path in paths]  # a wrong path shows before any work
+    for one in found:
+        if one.remark:
+            progress.say(one.remark)
+    tally = predicting.Tally(len(classes))
+    answers = (
+        answer
+        for one in found
+        for answer in predicting.answers(classifier, one, tally, top=top, batch=batch, progress=progress)
+    )
+    result: dict[str, Any] = {}
+    if out is not None:
+        with writing(out):
+            result = {"images": predicting.write(answers, classes, out, top), "out": str(out)}
+        print(f"{result['images']} predictions are in {out}.")
+    else:
+        every = list(answers)
+        more = f" (the first {SHOWN} of {len(every)}; --out has all)" if len(every) > SHOWN else ""
+        table(
+            f"Predictions{more}",
+            ["image", *(["label"] if tally.total.any() else []), *map(str, range(1, top + 1))],
+            [
+                [
+                    one.image,
+                    *([classes[one.label] if one.label is not None else "-"] if tally.total.any() else []),
+                    *(f"{classes[k]} {percent(p)}" for k, p in zip(one.top, one.probabilities, strict=True)),
+                ]
+                for one in every[:SHOWN]
+            ],
+        )
+        result = {"images": len(every), "predictions": [predicting.spoken(one, classes) for one in every]}
+    seen = tally.evaluation()
+    if seen is not None:
+        rates = {name: float(rate) for name, rate, n in zip(classes, seen.per_class, seen.total, strict=True) if n}
+        print(f"{percent(seen.accuracy)} of {seen.total.sum()} images with labels are recognised.")
+        table(
+            "By class",
+            ["class", "accuracy", "images"],
+            [
+                [name, percent(rate), str(n)]
+                for (name, rate), n in zip(rates.items(), seen.total[seen.total > 0], strict=True)
+            ],
+        )
+        result |= {"labelled": int(seen.total.sum()), "accuracy": seen.accuracy, "loss": seen.loss, "per_class": rates}
+    emit(result, as_json)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_DIRECTORY", show_default=False)],
+    repository: Annotated[str, typer.Argument(metavar="USER/NAME", show_default=False)],
+    license: Annotated[str, typer.Option(help="The hub's word for the licence that you give the weights.")] = "unknown",
+    public: Annotated[bool, typer.Option("--public", help="Let everybody see the model.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files and print the card.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Upload a run's global model to the Hugging Face hub, with a model card; private unless you say otherwise."""
+    from .. import hub, publish_model
+
+    hub.check_name(repository, "model push")
+    trained = publish_model.read(folder)
+    text = publish_model.card(trained, repository, license)
+    files = [hub.File.of("README.md", text), *publish_model.files(trained)]
+    result: dict[str, Any] = {"repository": repository, "private": not public, "card": text}
+    result["files"] = {file.name: file.bytes for file in files}
+    if dry_run:
+        for file in files:
+            print(f"would push {file.name} ({file.bytes / 1e6:.3f} MB) to {repository}")
+        print(f"\n{text}")
+    else:
+        result["pushed"] = publish_model.push(trained, repository, text, private=not public)
+        print(f"Pushed to {result['pushed']}, {'for everybody' if public else 'private'}.")
+    emit(result, as_json)
