@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -303,7 +302,6 @@ class Node:
             store.write_tree(path, {"table": federation.table, "rows": rows, "guide": tensors}, about)
         except OSError as error:
             raise UserError(f"cannot write to {path.parent} ({error}); give state-dir a folder with space") from None
-        self.__dict__.pop("_stored", None)
 
     @property
     def key(self) -> str:
@@ -325,10 +323,6 @@ class Node:
 
     def stored(self) -> Stored:
         """What `prepare` left. Raises Unprepared."""
-        return self._stored
-
-    @cached_property
-    def _stored(self) -> Stored:
         try:
             parts, about = store.read_tree(self.path, copy=False)
             if about["key"] != self.key:
@@ -386,7 +380,11 @@ class Node:
             try:
                 expected = engine.expected(letter.trees["down"])
                 for answer in answers(engine, letter.trees["down"], sorted(bases), round, self.progress):
-                    bad = answer if isinstance(answer, Refusal) else check(answer, expected, self.limit)
+                    bad = (
+                        answer
+                        if isinstance(answer, Refusal)
+                        else check(answer, expected, self.experiment.max_update_norm)
+                    )
                     if bad is not None:
                         refused[bad.client] = bad.reason
                         continue
@@ -401,10 +399,6 @@ class Node:
             for client, base in bases.items():
                 self.forget(client, base, round)
         return Letter(facts, trees)
-
-    @property
-    def limit(self) -> float | None:
-        return self.experiment.max_update_norm
 
     def bases(self, letter: Letter) -> dict[int, int]:
         return {int(client): int(base) for client, base in letter.facts["bases"].items()}
