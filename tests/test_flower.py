@@ -38,7 +38,7 @@ def equal(cluster, folder, e):
     here(e, folder)
     same(folder / "here" / e.name, cluster.server / "runs" / e.name)
     ours = memories(folder / "here" / e.name, [])
-    theirs = memories(folder / "none", [state / "runs" for state in cluster.root.glob("site-*/state")])
+    theirs = memories(folder / "none", cluster.root.glob(f"site-*/state/runs/{e.name}-*"))
     assert ours.items() <= theirs.items()
 
 
