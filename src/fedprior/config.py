@@ -388,6 +388,7 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 
 
 def to_toml(experiment: Experiment) -> str:
+    """The whole experiment as a TOML file that `from_toml` reads."""
     import tomli_w
 
     return tomli_w.dumps(to_dict(experiment))

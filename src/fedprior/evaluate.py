@@ -18,6 +18,8 @@ ON_GPU = 40  # times as many, so that a GPU is busy with each
 
 
 class Evaluation(NamedTuple):
+    """What a model recognises of a table of real images."""
+
     correct: np.ndarray  # int64 [classes], test images of each class recognised
     total: np.ndarray  # int64 [classes], test images of each class
     loss: float  # mean cross-entropy over images

@@ -46,6 +46,8 @@ class Result(NamedTuple):
 
 
 class Round(NamedTuple):
+    """What the server knows of the round that it updates after."""
+
     number: int  # from 0
     fraction: float  # accepted clients / all clients
 

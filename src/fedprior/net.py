@@ -18,6 +18,8 @@ BNStats = Literal["average", "local"]  # batch-norm statistics: averaged like we
 
 
 class Output(NamedTuple):
+    """What a net makes of a batch of B images."""
+
     features: Tensor  # [B, D], what the last layer reads
     logits: Tensor  # [B, K]
     buffers: Tree  # batch-norm statistics after this call

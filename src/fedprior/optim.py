@@ -19,6 +19,8 @@ from .tree import Tree
 
 
 class Optimizer(Protocol):
+    """Steps as pure functions: the state goes in and comes out."""
+
     @property
     def lr(self) -> float: ...
 

@@ -37,6 +37,8 @@ EXAMPLES = 8  # images of each class kept for the report
 
 
 class Outcome(NamedTuple):
+    """What a run came to."""
+
     result: dict[str, Any]  # what `fedprior run --json` prints
     curve: list[dict[str, Any]]  # the lines of metrics.jsonl
 

@@ -12,6 +12,8 @@ from .errors import UsageError
 
 
 class Schedule(Protocol):
+    """How the local rate changes over rounds and steps."""
+
     def factor(self, round: int, step: int, steps: int) -> float:
         """What multiplies the rate in local step `step` of `steps` in `round`, all counted from 0."""
         ...

@@ -82,6 +82,8 @@ def fitting(words: Sequence[str]) -> list[str]:
 
 
 class Cell(NamedTuple):
+    """One experiment of a sweep."""
+
     name: str  # of its run directory
     row: tuple[str, ...]
     column: tuple[str, ...]

@@ -49,6 +49,8 @@ class Entry:
 
 
 class Table(NamedTuple):
+    """A sweep in numbers: an entry for every row and column."""
+
     title: str
     metric: str
     rows: list[tuple[str, ...]]

@@ -19,18 +19,22 @@ def map(fn: Callable[..., Any], *trees: Tree) -> Tree:
 
 
 def zeros_like(a: Tree) -> Tree:
+    """Zeros of the same shapes and dtypes."""
     return map(torch.zeros_like, a)
 
 
 def add(a: Tree, b: Tree) -> Tree:
+    """a + b, leaf by leaf."""
     return map(torch.add, a, b)
 
 
 def sub(a: Tree, b: Tree) -> Tree:
+    """a - b, leaf by leaf."""
     return map(torch.sub, a, b)
 
 
 def scale(a: Tree, s: float) -> Tree:
+    """s a, leaf by leaf."""
     return map(lambda x: x * s, a)
 
 

@@ -8,6 +8,8 @@ from ..uploads import Refusal, Upload
 
 
 class Engine(Protocol):
+    """Where clients run, and what `federate` asks of it."""
+
     @property
     def clients(self) -> Sequence[int]:
         """Ids of the clients that hold data, ascending."""

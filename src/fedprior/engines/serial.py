@@ -12,6 +12,8 @@ from ..uploads import Refusal, Upload
 
 
 class Serial:
+    """All clients in this process, in the order of ids. Uploads come as they are made, one held at a time."""
+
     def __init__(self, worker: Worker, federation: Federation, memory: ClientMemory | None = None) -> None:
         self.worker, self.federation = worker, federation
         self.clients: Sequence[int] = [k for k, rows in enumerate(federation.clients) if len(rows)]
