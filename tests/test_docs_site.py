@@ -85,7 +85,7 @@ def walk(page, scope):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
+def own_folder(tmp_path, monkeypatch):
     """An empty folder to run a page in, on a terminal of the width of the pages'."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -95,7 +95,7 @@ def workplace(tmp_path, monkeypatch):
     METHODS.update(before)
 
 
-def test_the_pages_on_data_and_priors_run_as_they_stand(workplace):
+def test_the_pages_on_data_and_priors_run_as_they_stand(own_folder):
     scope: dict = {}
     walk(DOCS / "extend" / "data_set.md", scope)
     walk(DOCS / "extend" / "prior.md", {})  # goes on in the same folder, as it says
@@ -104,7 +104,7 @@ def test_the_pages_on_data_and_priors_run_as_they_stand(workplace):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [*TUTORIALS, *COMING_FROM], ids=lambda page: page.stem)
-def test_the_commands_of_a_page_print_what_it_shows(page, workplace):
+def test_the_commands_of_a_page_print_what_it_shows(page, own_folder):
     walk(page, {})
 
 
