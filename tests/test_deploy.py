@@ -199,7 +199,7 @@ def test_every_file_is_filled_in_and_of_its_kind(made):
 
 
 def test_what_node_toml_offers_is_what_a_node_understands(made):
-    from fedprior.node import Settings
+    from fedprior.node_settings import Settings
 
     text = (made / "site-0" / "node.toml").read_text()
     offered = tomllib.loads(re.sub(r"(?m)^# (?=[a-z-]+ =)", "", text))

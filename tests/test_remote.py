@@ -16,7 +16,7 @@ from fedprior.engines import remote
 from fedprior.engines.remote import Patience
 from fedprior.errors import UsageError, UserError
 from fedprior.letters import Letter
-from fedprior.node import Settings, numbers
+from fedprior.node_settings import Settings, numbers
 from fedprior.progress import Silent
 
 SITES = ("partition=sites",)

@@ -227,7 +227,7 @@ def _own(settings: Server | Node) -> Iterator[Check]:
     """What a node has of its own: settings, device, data, prior."""
     from .. import environment
     from ..data import origins
-    from ..node import Settings
+    from ..node_settings import Settings
 
     path = settings.folder / "node.toml"
     try:
