@@ -241,6 +241,24 @@ def test_a_sweep_that_is_killed_and_started_again_ends_with_the_same_bytes(tmp_p
     assert whole == killed
 
 
+@pytest.mark.slow
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    """Killed, so that it cannot tell them."""
+    import psutil
+
+    words = [*SMALL, "rounds=100000", "method=fedavg,moon", "name=it", "--workers", "2", "--sweeps", tmp_path]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    parent = subprocess.Popen([sys.executable, "-m", "fedprior.cli", "sweep", *map(str, words)], **quiet)
+    while len(list(tmp_path.glob("it/cells/*/metrics.jsonl"))) < 2:
+        assert parent.poll() is None
+        time.sleep(0.1)
+    workers = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.wait()
+    assert len(workers) == 2
+    assert psutil.wait_procs(workers, timeout=30)[1] == []
+
+
 def test_a_worker_that_dies_takes_one_cell_with_it(tmp_path, monkeypatch):
     """The other cells end, and the dead one is named."""
     made = grid([*SMALL, "method=fedavg,local,moon"])

@@ -17,7 +17,6 @@ from .config import CHOICES, Experiment
 from .data import augment
 from .data.partition import Partition
 from .data.table import Federation, Table, take
-from .engines.remote import Remote
 from .engines.serial import Serial
 from .errors import UserError
 from .evaluate import Evaluation, accuracy_by_client, answers, client_accuracies, embed
@@ -392,8 +391,7 @@ def finish(ready: Prepared, server: Server, judge: Judge, record: Record) -> Non
         about = predict.about(experiment, engine.worker.net, federation)
         record.weights(weights := judge.deployed(server), about)
         record.confusion(federation.classes, judge.confusion([weights]))
-    elif not isinstance(engine, Remote):  # clients' own models lie at their nodes
-        own = (engine.start(k, server.weights) for k in engine.clients)
+    elif (own := engine.models(server.weights)) is not None:
         record.confusion(federation.classes, judge.confusion(own))
     record.clients(client_columns(federation, engine, judge))
     examples = {kind: first_images(federation, kind == "synthetic", EXAMPLES) for kind in ("real", "synthetic")}

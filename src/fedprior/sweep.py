@@ -329,7 +329,7 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
     def hire() -> None:
         child = subprocess.Popen(
             [sys.executable, "-c", "import sys; from fedprior.sweep import main; main(sys.argv[1])", str(folder)],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # nothing comes; its end tells that this process is gone
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
@@ -360,7 +360,13 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
 
 
 def main(folder: str) -> None:
-    """A worker process: says which cell begins and ends."""
+    """A worker process: says which cell begins and ends. It ends with the process that started it, however that does."""
+
+    def watch() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
     out = sys.stdout
     sys.stdout = sys.stderr  # whatever prints must not stand between
     for name in work(Path(folder), alone=False, begin=lambda name: print("begin", name, file=out, flush=True)):

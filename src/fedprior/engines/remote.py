@@ -414,6 +414,9 @@ class Remote(Serial):
         domains = table["domain"].bincount().tolist() if "domain" in table else []
         return self.everywhere("judge", clients, {"weights": weights}, lambda said: evaluation(said, total, domains))
 
+    def models(self, weights: Tree) -> Iterable[Tree] | None:
+        return None
+
     def kept(self) -> dict[int, str]:
         if not self.worker.kept:
             return {}

@@ -52,6 +52,10 @@ class Serial:
         """A digest of what each client keeps of the model."""
         return {k: weight_digest(self.memory.get(k)["kept"]) for k in self.memory if self.worker.kept}
 
+    def models(self, weights: Tree) -> Iterable[Tree] | None:
+        """The weights that each client would begin a round with; None where they are not here."""
+        return (self.start(k, weights) for k in self.clients)
+
     def start(self, client: int, weights: Tree) -> Tree:
         """The weights that a client would begin a round with, given the server's."""
         return self.worker.assemble(weights, self.memory.get(client))
