@@ -360,7 +360,7 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
 
 
 def main(folder: str) -> None:
-    """A worker process: says which cell begins and ends. It ends with the process that started it, however that does."""
+    """A worker process: says which cell begins and ends. It ends when the process that started it does, however."""
 
     def watch() -> None:
         sys.stdin.read()
