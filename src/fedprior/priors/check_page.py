@@ -13,8 +13,6 @@ from matplotlib.figure import Figure as Canvas
 from .. import environment, store
 from ..report import figures, html
 from ..report.figures import (
-    COUNTS,
-    FEW_CLASSES,
     STRIP,
     Figure,
     Pictures,
@@ -22,10 +20,10 @@ from ..report.figures import (
     colour,
     draw,
     enlargement,
-    name_classes,
+    matrix,
     strip,
 )
-from ..report.summary import Arm, percent
+from ..report.summary import Arm, percent, shares
 from .check import QUANTILES, Lookup, Study
 
 GOOD, FAIR, POOR = 0.9, 0.6, 0.3  # shares of the way from guessing to real images
@@ -135,8 +133,7 @@ def recognised(result: dict[str, Any], classes: Sequence[str]) -> str:
         f"The classifier of real images takes {percent(found['recognised'])} of the prior's images for what was asked "
         f"for (of real images it gets {percent(result['by_fit']['real'][0])} right)"
     )
-    counts = np.array(found["confusion"], dtype=float)
-    astray = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    astray = shares(np.array(found["confusion"], dtype=float)) / 100
     np.fill_diagonal(astray, 0)
     asked, taken = divmod(int(astray.argmax()), len(classes))
     if not astray[asked, taken]:
@@ -234,26 +231,9 @@ def per_class(result: dict[str, Any], classes: Sequence[str]) -> Figure:
 def confusion(result: dict[str, Any], classes: Sequence[str]) -> Figure:
     """What the classifier of real images takes synthetic ones for, percent of each class asked for."""
     counts = np.array(result["prompts"]["confusion"], dtype=float)
-    shares = 100 * counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    few = len(classes) <= FEW_CLASSES
-
-    def paint(canvas: Canvas) -> None:
-        ax: Axes = canvas.subplots()
-        ax.imshow(shares, cmap=COUNTS, vmin=0, vmax=100, interpolation="nearest")
-        ax.grid(visible=False)
-        name_classes(ax, classes)
-        if few:
-            ax.set_xticks(range(len(classes)), classes, rotation=60, ha="right", rotation_mode="anchor")
-            ax.tick_params(axis="x", length=0)
-            for (i, j), value in np.ndenumerate(shares):
-                if value >= 0.5:
-                    ax.text(j, i, f"{value:.0f}", ha="center", va="center", color="white" if value > 50 else "black")
-            ax.set_ylabel("asked for")
-        ax.set_xlabel("taken for")
-
     alt = f"Heat map of {len(classes)} classes asked for against what a classifier of real images takes the images for."
     caption = "Percent of the images asked for (each row), by what a classifier trained on real images takes them for."
-    return Figure([draw(5.2 if few else 4.6, paint, alt)], caption)
+    return Figure([matrix(shares(counts), classes, "", alt, rows="asked for")], caption)
 
 
 def nearest(own: Lookup, unseen: Lookup) -> Figure:

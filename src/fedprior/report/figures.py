@@ -353,8 +353,9 @@ def confusion(arms: Sequence[Arm], classes: Sequence[str]) -> Figure | None:
     return Figure(panels, caption)
 
 
-def matrix(shares: np.ndarray, classes: Sequence[str], title: str, alt: str) -> str:
-    """Percent of each row as a heat map, float64 [classes, classes], with the numbers where they are few."""
+def matrix(shares: np.ndarray, classes: Sequence[str], title: str, alt: str, rows: str = "class") -> str:
+    """Percent of each row as a heat map, float64 [classes, classes], with the numbers where they are few; `rows` says
+    what a row is."""
     few = len(classes) <= FEW_CLASSES
 
     def paint(canvas: Canvas) -> None:
@@ -374,7 +375,7 @@ def matrix(shares: np.ndarray, classes: Sequence[str], title: str, alt: str) -> 
                     shade = "white" if value > 50 else "black"
                     ax.text(j, i, f"{value:.0f}", ha="center", va="center", color=shade, fontsize=size)
         ax.set_xlabel("taken for")
-        ax.set_ylabel("class")
+        ax.set_ylabel(rows)
 
     return draw(4.6, paint, alt)
 
