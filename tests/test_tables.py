@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedprior import store, tables
-from fedprior.errors import UserError
+from fedprior.errors import UsageError, UserError
 from fedprior.sweep import Axis, Sweep, describe
+from fedprior.table_forms import comma_separated, latex, markdown
 from fedprior.tables import differs, strongest
 
 
@@ -59,42 +60,105 @@ def test_a_number_is_the_mean_over_seeds_with_their_sample_deviation(tmp_path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(*[st.floats(0, 100)] * 2), min_size=2, max_size=8))
-def test_with_two_rows_the_test_is_the_paired_t_test(pairs):
+@given(st.lists(st.tuples(*[st.floats(0, 100)] * 2), min_size=3, max_size=8))
+def test_rows_are_told_apart_by_the_paired_t_test(pairs):
     x = np.array(pairs).T
     if np.ptp(x[0] - x[1]) < 1e-6:
         return
-    best = int(x.mean(1).argmax())
-    assert differs(x, best)[1 - best] == (stats.ttest_rel(x[0], x[1]).pvalue < 0.05)
-    assert not differs(x, best)[best]
+    assert differs(x[0] - x[1]) == (stats.ttest_rel(x[0], x[1]).pvalue < 0.05)
 
 
-def test_with_more_rows_the_error_is_that_of_a_two_way_analysis():
-    """Against the textbook's sums of squares."""
-    x = np.array([[61.0, 64.0, 60.0], [58.0, 62.0, 59.5], [40.0, 45.0, 43.0], [60.0, 63.5, 60.5]])
-    rows, seeds = x.shape
-    total = ((x - x.mean()) ** 2).sum()
-    between = seeds * ((x.mean(1) - x.mean()) ** 2).sum() + rows * ((x.mean(0) - x.mean()) ** 2).sum()
-    error = (total - between) / ((rows - 1) * (seeds - 1))
-    least = stats.t.ppf(0.975, (rows - 1) * (seeds - 1)) * np.sqrt(2 * error / seeds)  # least significant difference
-    gaps = x.mean(1).max() - x.mean(1)
-    assert differs(x, 0).tolist() == (gaps > least).tolist() == [False, True, True, False]
+def test_a_row_of_great_spread_does_not_hide_the_gap_between_two_of_small():
+    rows = {("a",): [61.0, 61.1, 60.9], ("b",): [60.0, 60.1, 59.9], ("c",): [30.0, 62.0, 70.0]}
+    values = {row: dict(enumerate(x)) for row, x in rows.items()}
+    assert stats.ttest_rel(rows["a",], rows["c",]).pvalue > 0.05
+    assert strongest(values) == [("a",), ("c",)]
 
 
 def test_rows_apart_by_the_same_amount_differ_and_equal_ones_do_not():
-    assert differs(np.array([[1.0, 2.0], [0.5, 1.5], [1.0, 2.0]]), 0).tolist() == [False, True, False]
+    assert differs(np.array([0.5, 0.5, 0.5])) is True
+    assert differs(np.zeros(3)) is False
 
 
-def test_with_one_seed_the_best_alone_is_strong_and_with_a_target_the_lowest():
+def test_with_fewer_than_three_seeds_the_best_alone_is_strong():
     values = {("a",): {0: 1.0}, ("b",): {0: 2.0}, ("c",): {}}
     assert strongest(values) == [("b",)]
     assert strongest(values, lower=True) == [("a",)]
     assert strongest({("a",): {}}) == []
+    assert strongest({("a",): {0: 1.0, 1: 9.0}, ("b",): {0: 2.0, 1: 5.0}}) == [("a",)]  # no test tells them apart
 
 
-def test_a_row_that_lacks_seeds_is_no_match(tmp_path):
-    values = {("a",): {0: 1.0, 1: 2.0}, ("b",): {0: 9.0}, ("c",): {0: 1.0, 1: None}}
-    assert strongest(values) == [("a",)]
+def test_rows_are_compared_over_the_seeds_that_all_have():
+    """Whichever row has more seeds already is not the best for that."""
+    behind = {0: 9.0, 1: 9.1, 2: 8.9}
+    ahead = {0: 1.0, 1: 1.1, 2: 0.9, 3: 99.0}
+    assert strongest({("a",): ahead, ("b",): behind}) == [("b",)]
+    assert strongest({("a",): {0: 1.0}, ("b",): {1: 2.0}}) == []
+
+
+def test_a_row_that_misses_the_target_or_has_no_number_is_no_match():
+    values = {("a",): {0: 5.0, 1: 5.0}, ("b",): {0: 1.0, 1: None}, ("c",): {0: 1.0, 1: float("nan")}}
+    assert strongest(values, lower=True) == [("a",)]
+
+
+def gain_of(folder, against, metric="mean_last10"):
+    return tables.of(folder, metric, against)
+
+
+def test_gains_are_differences_seed_by_seed(tmp_path, monkeypatch):
+    from fedprior import sweeps
+
+    told = {(("a",), ("r",)): tables.Published(71.41, 0.45), (("b",), ("r",)): tables.Published(30.0, 1.0, "* is odd")}
+    monkeypatch.setitem(sweeps.PUBLISHED, ("mine", "mean_last10"), told)
+    own = dict(enumerate([0.62, 0.64, 0.69]))
+    found = {k: v for k, v in FULL.items() if k != ("b", "p|q", 2)} | {("a", "r", s): [x] for s, x in own.items()}
+    table = gain_of(swept(tmp_path, found, table="mine"), "b")
+    assert (table.rows, table.signed) == ([("a",)], True)
+    entry = table.entries[("a",), ("r",)]
+    other = [np.mean(FULL["b", "r", s]) for s in range(3)]
+    gaps = [100 * (own[s] - other[s]) for s in range(3)]
+    assert [entry.values[s] for s in range(3)] == pytest.approx(gaps)
+    assert (entry.mean, entry.spread) == pytest.approx((np.mean(gaps), np.std(gaps, ddof=1)))
+    assert stats.ttest_1samp(gaps, 0).pvalue < 0.05
+    assert entry.strong
+    assert entry.published == tables.Published(41.41, None, "* is odd")
+    few = table.entries[("a",), ("p|q",)]
+    assert (sorted(few.values), few.missing, few.strong) == ([0, 1], 1, False)
+    text = markdown(table)
+    assert f"**+{np.mean(gaps):.1f} ± {np.std(gaps, ddof=1):.1f}** [+41.41*]" in text
+    assert "Gain over b in test accuracy" in text
+    with pytest.raises(UsageError, match="must be the label of rows on one axis; there are 'a', 'b'"):
+        gain_of(tmp_path, "c")
+
+
+def test_costs_are_metrics_without_a_best(tmp_path):
+    folder = swept(tmp_path, FULL)
+    for metric, number in (("hours", 0.01), ("synthetic_rows", 5.0)):
+        table = tables.of(folder, metric)
+        entry = table.entries[("a",), ("r",)]
+        assert (entry.mean, entry.strong) == (pytest.approx(number), False)
+        assert "Bold" not in markdown(table)
+
+
+def test_what_made_the_numbers_stands_below(tmp_path):
+    folder = swept(tmp_path, FULL)
+    old = folder / "cells" / "a-r-seed0" / "manifest.json"
+    kept = store.read_json(old)
+    store.write_json(old, kept | {"versions": {"fedprior": "0.0.9", "torch": "2"}, "hardware": {"gpu": "H"}})
+    last = tables.of(folder).notes[-1]
+    assert "11 cells by fedprior" in last
+    assert "1 cell by fedprior 0.0.9" in last
+    assert ", H)" in last
+    said = tables.spending(tables.costs(folder))
+    assert "12 cells took 7 min 12 s of a process, sent 36.0 MB" in said
+    assert "60 synthetic rows" in said
+
+
+def test_a_table_says_on_which_rows_it_was_judged(tmp_path):
+    folder = swept(tmp_path, FULL)
+    for path in (folder / "cells").glob("*/result.json"):
+        store.write_json(path, store.read_json(path) | {"judged_on": "validation"})
+    assert tables.of(folder).notes[0].startswith("Validation accuracy in %")
 
 
 def test_rounds_and_MB_to_a_target(tmp_path):
@@ -103,8 +167,8 @@ def test_rounds_and_MB_to_a_target(tmp_path):
     rounds = tables.of(folder, "rounds_to_target")
     assert rounds.entries[("a",), ("r",)].values == {0: 2.0, 1: 2.0, 2: 2.0}
     assert rounds.entries[("b",), ("r",)].values == {0: 1.0, 1: None, 2: 1.0}
-    assert "1 ± 0.0 (2 of 3 seeds)" in tables.markdown(rounds)
-    assert "not reached" in tables.markdown(rounds)
+    assert "1 ± 0.0 (2 of 3 seeds)" in markdown(rounds)
+    assert "not reached" in markdown(rounds)
     assert tables.of(folder, "MB_to_target").entries[("a",), ("r",)].mean == pytest.approx(6.0)
     with pytest.raises(UserError, match="needs target="):
         tables.of(swept(tmp_path / "none", FULL), "rounds_to_target")
@@ -112,18 +176,18 @@ def test_rounds_and_MB_to_a_target(tmp_path):
 
 def test_markdown_latex_and_csv_say_the_same(tmp_path):
     table = tables.of(swept(tmp_path, FULL, labels=("a", "b")))
-    text = tables.markdown(table)
+    text = markdown(table)
     assert text.splitlines()[:3] == [
         "| method | p\\|q | r |",
         "| --- | --- | --- |",
         "| a | **30.5 ± 0.5** | **30.5 ± 0.5** |",
     ]
-    tex = tables.latex(table)
+    tex = latex(table)
     assert r"\begin{tabular}{lcc}" in tex
     assert r"method & p$|$q & r \\" in tex
     assert r"a & \textbf{30.5 $\pm$ 0.5} & \textbf{30.5 $\pm$ 0.5} \\" in tex
     assert tex.count("{") == tex.count("}")
-    rows = list(csv.DictReader(io.StringIO(tables.comma_separated(table))))
+    rows = list(csv.DictReader(io.StringIO(comma_separated(table))))
     assert len(rows) == 12
     means = [float(r["mean_last10"]) for r in rows if (r["method"], r["column"]) == ("a", "r")]
     assert np.mean(means) == pytest.approx(30.5)
@@ -134,7 +198,7 @@ def test_a_paper_s_number_stands_beside_ours_with_its_note(tmp_path, monkeypatch
 
     told = {(("a",), ("r",)): tables.Published(71.41, 0.45, "* is odd"), (("b",), ("r",)): tables.Published(30.0)}
     monkeypatch.setitem(sweeps.PUBLISHED, ("mine", "mean_last10"), told)
-    text = tables.markdown(tables.of(swept(tmp_path, FULL, table="mine")))
+    text = markdown(tables.of(swept(tmp_path, FULL, table="mine")))
     assert "**30.5 ± 0.5** [71.41 ± 0.45*]" in text
     assert "20.5 ± 0.5 [30]" in text
     assert "- * is odd" in text
@@ -143,7 +207,7 @@ def test_a_paper_s_number_stands_beside_ours_with_its_note(tmp_path, monkeypatch
 
 def test_what_is_not_done_is_counted(tmp_path):
     few = {key: value for key, value in FULL.items() if key[2] < 2 and key[:2] != ("b", "r")}
-    text = tables.markdown(tables.of(swept(tmp_path, few)))
+    text = markdown(tables.of(swept(tmp_path, few)))
     assert "6 of 12 cells are not done" in text
     assert "| b | 20.2 ± 0.4 | – |" in text or "| b | 20.3 ± 0.4 | – |" in text
     with pytest.raises(UserError, match="no cell of"):

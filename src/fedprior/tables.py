@@ -1,30 +1,43 @@
 """A sweep's results as a table: means and spreads over seeds, what the best is not significantly better than, and a
 paper's number beside ours."""
 
-import csv
-import io
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from . import store
-from .errors import UserError
+from .errors import UsageError, UserError
+from .progress import clock
 from .record import metrics
 from .report import summary
 from .sweep import Cell, Sweep, done, load
 
-Metric = Literal["mean_last10", "last", "best", "rounds_to_target", "MB_to_target"]
+Metric = Literal["mean_last10", "last", "best", "rounds_to_target", "MB_to_target", "hours", "synthetic_rows"]
+Labels = tuple[str, ...]
 LEVEL = 0.05  # of the paired test
-METRICS: dict[str, str] = {
-    "mean_last10": "test accuracy in %, mean of the last ten rounds",
-    "last": "test accuracy in % after the last round",
-    "best": "best test accuracy in % of any round (optimistic: chosen on the test set)",
-    "rounds_to_target": "rounds until the target accuracy",
-    "MB_to_target": "MB (1e6 bytes, both directions) until the target accuracy",
+LEAST = 3  # seeds: with two, gaps of 10 points may be "not significant"
+
+
+class Measure(NamedTuple):
+    """What a number of a table is."""
+
+    says: str
+    places: int
+    better: Literal["higher", "lower", ""]  # "": a cost that depends on the machine or on what was asked for
+
+
+MEASURES: dict[Metric, Measure] = {
+    "mean_last10": Measure("{} accuracy in %, mean of the last ten rounds", 1, "higher"),
+    "last": Measure("{} accuracy in % after the last round", 1, "higher"),
+    "best": Measure("best {} accuracy in % of any round (optimistic: chosen on the rows it is told of)", 1, "higher"),
+    "rounds_to_target": Measure("rounds until the target accuracy", 0, "lower"),
+    "MB_to_target": Measure("MB (1e6 bytes, both directions) until the target accuracy", 2, "lower"),
+    "hours": Measure("hours that the process of a cell took, made images and descriptors included", 3, ""),
+    "synthetic_rows": Measure("synthetic images that clients trained on, all clients together", 0, ""),
 }
 
 
@@ -44,7 +57,7 @@ class Entry:
     missing: int  # seeds that are not done
     mean: float | None
     spread: float | None
-    strong: bool = False  # the best of its column, or not significantly worse
+    strong: bool = False  # the best of its column, or not significantly worse; of gains: told from chance
     published: Published | None = None
 
 
@@ -52,16 +65,22 @@ class Table(NamedTuple):
     """A sweep in numbers: an entry for every row and column."""
 
     title: str
-    metric: str
-    rows: list[tuple[str, ...]]
-    columns: list[tuple[str, ...]]
-    heads: tuple[str, ...]  # names of the rows' labels
-    entries: dict[tuple[tuple[str, ...], tuple[str, ...]], Entry]
+    metric: Metric
+    rows: list[Labels]
+    columns: list[Labels]
+    heads: Labels  # names of the rows' labels
+    entries: dict[tuple[Labels, Labels], Entry]
     notes: list[str]
+    says: str  # what the numbers are
+    signed: bool = False  # numbers are differences
 
 
-def of(folder: Path, metric: Metric = "mean_last10") -> Table:
-    """The table of a sweep's directory, as far as it is done. Raises UserError where nothing is."""
+def of(folder: Path, metric: Metric = "mean_last10", against: str = "") -> Table:
+    """The table of a sweep's directory, as far as it is done. With `against`, a row's label such as "vanilla", each
+    number is the gain over the row that has this label and else the same ones, seed by seed.
+
+    Raises UserError where nothing is done, UsageError for a label that no row has.
+    """
     sweep = load(folder)
     found = {cell: value(folder, sweep, cell, metric) for cell in sweep.cells() if done(folder, cell)}
     if not found:
@@ -73,20 +92,28 @@ def of(folder: Path, metric: Metric = "mean_last10") -> Table:
     for row in rows:
         for column in columns:
             values = {c.seed: v for c, v in found.items() if (c.row, c.column) == (row, column)}
-            mean, spread = summary.across_seeds(list(values.values()))
-            entries[row, column] = Entry(
-                values, len(sweep.seeds) - len(values), mean, spread, published=published.get((row, column))
-            )
-    lower = metric.endswith("_to_target")
-    for column in columns:
-        for row in strongest({row: entries[row, column].values for row in rows}, lower):
-            entries[row, column] = _strong(entries[row, column])
+            entries[row, column] = entry(values, len(sweep.seeds), published.get((row, column)))
+    if against:
+        rows, entries = gains(rows, columns, entries, baselines(sweep, against), len(sweep.seeds))
+    elif better := MEASURES[metric].better:
+        for column in columns:
+            for row in strongest({row: entries[row, column].values for row in rows}, better == "lower"):
+                entries[row, column] = replace(entries[row, column], strong=True)
+    judged = {store.read_json(folder / "cells" / c.name / "result.json").get("judged_on", "test") for c in found}
+    says = MEASURES[metric].says.format(joined(sorted(judged)))
+    says = f"gain over {against} in {says}" if against else says
     heads = tuple(axis.name for axis in sweep.rows)
-    return Table(sweep.name, metric, rows, columns, heads, entries, notes(sweep, metric, entries))
+    told = [*notes(sweep, metric, entries, says, bool(against)), origin(folder, found)]
+    return Table(sweep.name, metric, rows, columns, heads, entries, told, says, bool(against))
 
 
-def _strong(entry: Entry) -> Entry:
-    return Entry(entry.values, entry.missing, entry.mean, entry.spread, True, entry.published)
+def entry(values: Mapping[int, float | None], seeds: int, published: Published | None = None) -> Entry:
+    mean, spread = summary.across_seeds(list(values.values()))
+    return Entry(dict(values), seeds - len(values), mean, spread, published=published)
+
+
+def joined(words: Sequence[str]) -> str:
+    return " or ".join(words)
 
 
 def value(folder: Path, sweep: Sweep, cell: Cell, metric: Metric) -> float | None:
@@ -95,175 +122,169 @@ def value(folder: Path, sweep: Sweep, cell: Cell, metric: Metric) -> float | Non
     if metric in ("mean_last10", "last", "best"):
         head = summary.headline(metrics(run))[metric]
         return None if head is None else 100 * float(head)
-    target = store.read_json(run / "result.json").get("target")
+    result = store.read_json(run / "result.json")
+    if metric == "hours":
+        return float(result["seconds"]) / 3600
+    if metric == "synthetic_rows":
+        return float(result.get("synthetic_rows") or 0)
+    target = result.get("target")
     if target is None:
         raise UserError(f"--metric {metric} needs target= in the sweep's settings")
     hit = summary.to_target(metrics(run), float(target))
     return None if hit is None else float(hit["rounds" if metric == "rounds_to_target" else "MB"])
 
 
-def strongest(
-    values: Mapping[tuple[str, ...], Mapping[int, float | None]], lower: bool = False
-) -> list[tuple[str, ...]]:
-    """The row with the best mean, and those that are not significantly worse.
+# tests
 
-    Seeds are blocks that every row has been in: a row is worse when the difference of its mean to the best one's is
-    more than chance at 5 % (two-sided t-test, error from the residuals of an analysis of variance over rows and seeds;
-    with two rows this is the paired t-test). Rows that lack seeds are no match; with one seed only the best is named.
+
+def strongest(values: Mapping[Labels, Mapping[int, float | None]], lower: bool = False) -> list[Labels]:
+    """The row with the best mean, and those that are not significantly worse: by a two-sided paired t-test at 5 %.
+
+    Rows are compared over the seeds that all of them have, of those that have any. A row that did not reach a target
+    with one of these seeds is no match. Fewer than three seeds tell next to nothing: then only the best is named.
     """
-    known = {row: {seed: v for seed, v in by_seed.items() if v is not None} for row, by_seed in values.items()}
-    seeds = max((sorted(v) for v in known.values()), key=len, default=[])
-    full = {row: [v[seed] for seed in seeds] for row, v in known.items() if v and sorted(v) == seeds}
+    begun = {row: by_seed for row, by_seed in values.items() if by_seed}
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in begun.values()))) if begun else []
+    full = {
+        row: [float(v) for seed in seeds if (v := by_seed[seed]) is not None and math.isfinite(v)]
+        for row, by_seed in begun.items()
+    }
+    full = {row: x for row, x in full.items() if seeds and len(x) == len(seeds)}
     if not full:
         return []
-    x = np.array(list(full.values()))  # [rows, seeds]
-    means = x.mean(1)
-    best = int(means.argmin() if lower else means.argmax())
-    worse = differs(x, best).tolist()
-    return [row for row, bad in zip(full, worse, strict=True) if not bad]
+    means = {row: math.fsum(x) / len(x) for row, x in full.items()}
+    best = (min if lower else max)(means, key=lambda row: means[row])
+    apart = lambda x: differs(np.subtract(x, full[best]))
+    return [row for row, x in full.items() if row == best or (len(seeds) >= LEAST and not apart(x))]
 
 
-def differs(x: np.ndarray, best: int) -> np.ndarray:
-    """Which rows of x float64 [rows, seeds] have another mean than row `best`, bool [rows]; see `strongest`."""
+def differs(gaps: np.ndarray) -> bool:
+    """Whether the mean of float64 [seeds] is told from 0 by a two-sided t-test at 5 %; of the differences between two
+    rows it is the paired t-test, which lets each row have a spread of its own. Two numbers tell nothing: False."""
     from scipy import stats
 
-    rows, seeds = x.shape
-    gaps = np.abs(x.mean(1) - x[best].mean())
-    if seeds < 2 or rows < 2:
-        return np.asarray(np.arange(rows) != best)
-    residual = x - x.mean(1, keepdims=True) - x.mean(0, keepdims=True) + x.mean()
-    free = (rows - 1) * (seeds - 1)
-    error = float((residual**2).sum()) / free
-    noise = math.sqrt(2 * error / seeds)
-    if noise <= 1e-12 * max(1.0, float(np.abs(x).max())):  # apart by the same amount for every seed, or equal
-        return np.asarray(gaps > 1e-9)
-    return np.asarray(2 * stats.t.sf(gaps / noise, free) < LEVEL)
+    n = len(gaps)
+    if n < LEAST:
+        return False
+    mean, noise = float(gaps.mean()), float(gaps.std(ddof=1)) / math.sqrt(n)
+    if noise <= 1e-9:  # of points: the same difference with every seed
+        return abs(mean) > 1e-9
+    return bool(2 * stats.t.sf(abs(mean) / noise, n - 1) < LEVEL)
 
 
-def papers(sweep: Sweep, metric: str) -> dict[tuple[tuple[str, ...], tuple[str, ...]], Published]:
+# gains over a row
+
+
+def baselines(sweep: Sweep, label: str) -> dict[Labels, Labels]:
+    """For each row that has other labels, the one it is measured against. Raises UsageError for a label that is no
+    row's or stands on several axes."""
+    at = [i for i, axis in enumerate(sweep.rows) if label in axis.values]
+    if len(at) != 1:
+        known = ", ".join(repr(name) for axis in sweep.rows for name in axis.values)
+        raise UsageError(f"--against '{label}' must be the label of rows on one axis; there are {known}")
+    rows = dict.fromkeys(cell.row for cell in sweep.cells())
+    return {row: (*row[: at[0]], label, *row[at[0] + 1 :]) for row in rows if row[at[0]] != label}
+
+
+def gains(
+    rows: Sequence[Labels],
+    columns: Sequence[Labels],
+    entries: Mapping[tuple[Labels, Labels], Entry],
+    over: Mapping[Labels, Labels],
+    seeds: int,
+) -> tuple[list[Labels], dict[tuple[Labels, Labels], Entry]]:
+    """Rows and entries of differences, over the seeds that both rows have."""
+    out = {}
+    kept = [row for row in rows if row in over]
+    for row in kept:
+        for column in columns:
+            own, base = entries[row, column], entries[over[row], column]
+            pairs = {seed: (v, base.values[seed]) for seed, v in own.values.items() if seed in base.values}
+            values = {seed: None if a is None or b is None else a - b for seed, (a, b) in pairs.items()}
+            paper = None
+            if own.published and base.published:
+                note = own.published.note or base.published.note
+                paper = Published(round(own.published.mean - base.published.mean, 4), None, note)
+            made = entry(values, seeds, paper)
+            known = np.array([v for v in values.values() if v is not None])
+            out[row, column] = replace(made, strong=differs(known))
+    return kept, out
+
+
+# what stands below
+
+
+def papers(sweep: Sweep, metric: str) -> dict[tuple[Labels, Labels], Published]:
     """The paper's numbers by (row, column), where there are any for this metric."""
     from .sweeps import PUBLISHED
 
     return PUBLISHED.get((sweep.table, metric), {})
 
 
-def notes(sweep: Sweep, metric: str, entries: Mapping[Any, Entry]) -> list[str]:
+def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str, signed: bool) -> list[str]:
     seeds = len(sweep.seeds)
     out = [
-        f"{METRICS[metric]}; mean ± sample standard deviation over {seeds} seed{'s' * (seeds > 1)}"
-        f" ({', '.join(map(str, sweep.seeds))})."
+        f"{says[0].upper()}{says[1:]}; "
+        + (f"mean ± sample standard deviation over {seeds} seeds" if seeds > 1 else "one seed")
+        + f" ({', '.join(map(str, sweep.seeds))}){', paired by seed' if signed else ''}."
     ]
-    if seeds > 1:
+    tested = "two-sided paired t-test over seeds at 5 %, not adjusted for the number of rows"
+    few = " Few seeds tell only large differences from chance." if seeds < FEW_SEEDS else ""
+    if seeds < LEAST:
         out.append(
-            "Bold: the best of its column, and what is not significantly worse (two-sided t-test at 5 %, seeds as "
-            "blocks, the error from the residuals of all rows of the column; not adjusted for the number of rows)."
+            f"{'One seed' if seeds == 1 else 'Two seeds'} cannot tell an effect from chance"
+            + ("." if signed or not MEASURES[metric].better else "; bold is the best of its column and no more.")
         )
-    else:
-        out.append("Bold: the best of its column. One seed cannot tell an effect from chance.")
+    elif signed:
+        out.append(f"Bold: told from no gain ({tested}).{few}")
+    elif MEASURES[metric].better:
+        out.append(f"Bold: the best of its column, and what is not significantly worse ({tested}).{few}")
     if sweep.scale:
-        out.append(f"Scale: {sweep.scale}")
-    if any(entry.published for entry in entries.values()):
-        out.append("In brackets: the paper's number, from its own scale.")
+        out.append(f"Scale: {sweep.scale}.")
+    if any(e.published for e in entries.values()):
+        out.append(f"In brackets: the paper's {'difference' if signed else 'number'}, from its own scale.")
     out += list(dict.fromkeys(e.published.note for e in entries.values() if e.published and e.published.note))
-    if missing := sum(entry.missing for entry in entries.values()):
-        out.append(f"{missing} of {seeds * len(entries)} cells are not done; their means are over fewer seeds.")
-    if any(None in entry.values.values() for entry in entries.values()):
+    if missing := sum(e.missing for e in entries.values()):
+        out.append(
+            f"{missing} of {seeds * len(entries)} cells are not done; their means are over fewer seeds, and bold is by "
+            "the seeds that all rows of a column have."
+        )
+    if any(None in e.values.values() for e in entries.values()):
         out.append("Not every seed reached the target; means are over those that did, and such entries are marked.")
     return out
 
 
-def shown(entry: Entry, metric: str) -> str:
-    """E.g. "61.2 ± 1.7"."""
-    if entry.mean is None:
-        return "not reached" if entry.values else "–"
-    places = 0 if metric == "rounds_to_target" else 1 if not metric.startswith("MB") else 2
-    text = f"{entry.mean:.{places}f}"
-    if entry.spread is not None:
-        text += f" ± {entry.spread:.{max(places, 1)}f}"
-    reached = [v for v in entry.values.values() if v is not None]
-    if len(reached) < len(entry.values):
-        text += f" ({len(reached)} of {len(entry.values)} seeds)"
-    return text
+FEW_SEEDS = 5  # below these a t-test over seeds has little power
 
 
-def beside(entry: Entry) -> str:
-    """The paper's number in brackets; "" where there is none."""
-    if entry.published is None:
-        return ""
-    p = entry.published
-    return f" [{p.mean:g}" + (f" ± {p.spread:g}" if p.spread is not None else "") + ("*" if p.note else "") + "]"
+def origin(folder: Path, cells: Iterable[Cell]) -> str:
+    """What made the numbers: versions, commits, hardware. Without times, so that the same cells give the same text."""
+    manifests = [store.read_json(folder / "cells" / cell.name / "manifest.json") for cell in cells]
+    kinds: dict[str, int] = {}
+    for manifest in manifests:
+        versions, machine = manifest.get("versions", {}), manifest.get("hardware", {})
+        commit = f" at commit {versions['commit']}" if "commit" in versions else ""
+        graphics = f", {machine['gpu']}" if machine.get("gpu", "none") != "none" else ""
+        kind = (
+            f"fedprior {versions.get('fedprior', '?')}{commit}, Python {versions.get('python', '?')}, torch "
+            f"{versions.get('torch', '?')}, {machine.get('processor', '?')} ({machine.get('system', '?')}, "
+            f"threads a process: {machine.get('threads', '?')}{graphics})"
+        )
+        kinds[kind] = kinds.get(kind, 0) + 1
+    if len(kinds) == 1:
+        made = f"Made by {min(kinds)}."
+    else:
+        made = "Made by: " + "; ".join(f"{summary.counted(n, 'cell')} by {kind}" for kind, n in kinds.items()) + "."
+    return made
 
 
-def column_name(column: tuple[str, ...]) -> str:
-    return ", ".join(column) or "all"
-
-
-def markdown(table: Table) -> str:
-    """A GitHub table with its notes below."""
-    heads = [*map(_plain, table.heads), *(_plain(column_name(column)) for column in table.columns)]
-    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
-    for row in table.rows:
-        cells = [_marked(table.entries[row, column], table.metric, "**", "**") for column in table.columns]
-        lines.append(f"| {' | '.join([*map(_plain, row), *cells])} |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in table.notes)]) + "\n"
-
-
-def _plain(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def _marked(entry: Entry, metric: str, before: str, after: str) -> str:
-    text = shown(entry, metric)
-    return (f"{before}{text}{after}" if entry.strong else text) + beside(entry)
-
-
-ESCAPES = str.maketrans(
-    {
-        **{c: f"\\{c}" for c in "&%$#_{}"},
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "\\": r"\textbackslash{}",
-    }
-    | {"±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": "$|$"}
-)
-
-
-def latex(table: Table) -> str:
-    """A booktabs table for a paper; notes as comments."""
-    across = [column_name(column).translate(ESCAPES) for column in table.columns]
-    lines = [
-        *(f"% {note}" for note in table.notes),
-        f"\\begin{{tabular}}{{{'l' * len(table.heads)}{'c' * len(across)}}}",
-        "\\toprule",
-        " & ".join([*(head.translate(ESCAPES) for head in table.heads), *across]) + r" \\",
-        "\\midrule",
-    ]
-    for row in table.rows:
-        cells = []
-        for column in table.columns:
-            entry = table.entries[row, column]
-            text = shown(entry, table.metric).translate(ESCAPES)
-            cells.append((f"\\textbf{{{text}}}" if entry.strong else text) + beside(entry).translate(ESCAPES))
-        lines.append(" & ".join([*(label.translate(ESCAPES) for label in row), *cells]) + r" \\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
-
-
-def comma_separated(table: Table) -> str:
-    """One line a cell and seed, and the paper's number: for other programs."""
-    out = io.StringIO()
-    write = csv.writer(out, lineterminator="\n")
-    write.writerow([*table.heads, "column", "seed", table.metric, "published", "published_spread"])
-    for row in table.rows:
-        for column in table.columns:
-            entry = table.entries[row, column]
-            p = entry.published
-            for seed, number in sorted(entry.values.items()):
-                paper = [p.mean, "" if p.spread is None else p.spread] if p else ["", ""]
-                write.writerow([*row, column_name(column), seed, "" if number is None else repr(number), *paper])
-    return out.getvalue()
-
-
-FORMATS = {"md": markdown, "latex": latex, "csv": comma_separated}
+def spending(spent: Mapping[str, float]) -> str:
+    """`costs` in a sentence."""
+    return (
+        f"{summary.counted(spent['cells'], 'cell')} took {clock(3600 * spent['hours'])} of a process, sent "
+        f"{spent['MB']:.1f} MB (1e6 bytes, both directions) and trained on "
+        f"{summary.counted(spent['synthetic_rows'], 'synthetic row')}."
+    )
 
 
 def costs(folder: Path) -> dict[str, float]:

@@ -11,7 +11,7 @@ from .common import Json, emit
 if TYPE_CHECKING:
     from ..sweep import Sweep
 
-Metric = Literal["auto", "mean_last10", "last", "best", "rounds_to_target", "MB_to_target"]
+Metric = Literal["auto", "mean_last10", "last", "best", "rounds_to_target", "MB_to_target", "hours", "synthetic_rows"]
 Metrics = Annotated[Metric, typer.Option(help="What the table shows; auto: what the paper's shows, else mean_last10.")]
 
 
@@ -34,7 +34,8 @@ def sweep(
     from ..choice import cores
     from ..progress import for_terminal
     from ..report import sweep_page
-    from ..tables import costs, markdown, of
+    from ..table_forms import markdown
+    from ..tables import costs, of, spending
 
     made, folder = meant(list(words or []), sweeps, columns or [])
     if made is not None:
@@ -50,10 +51,7 @@ def sweep(
         sweep_page.write(folder, metric_of(whole, "auto"), page)
         print(text)
         spent = costs(folder)
-        print(
-            f"{spent['cells']} cells, {spent['hours']:.2f} hours of a process, {spent['MB']:.1f} MB sent, "
-            f"{spent['synthetic_rows']} synthetic rows. Report: {page}"
-        )
+        print(f"{spending(spent)} Report: {page}")
         result |= {"costs": spent, "table": str(folder / "table.md"), "report": str(page)}
     emit(result | {"failed": standing.failed}, as_json)
     if standing.failed:
@@ -102,14 +100,18 @@ def write(path: Path, text: str) -> None:
 def table(
     folder: Annotated[Path, typer.Argument(help="A sweep's directory.")],
     metric: Metrics = "auto",
+    against: Annotated[
+        str, typer.Option(metavar="LABEL", help="Gains over the rows of this label, seed by seed, such as vanilla.")
+    ] = "",
     form: Annotated[Literal["md", "latex", "csv"], typer.Option("--format", help="What to print.")] = "md",
     out: Annotated[Path | None, typer.Option(help="A file in the place of the screen.")] = None,
 ) -> None:
     """The results of a sweep as a table: Markdown, LaTeX (booktabs) or CSV."""
     from ..sweep import load
-    from ..tables import FORMATS, of
+    from ..table_forms import FORMATS
+    from ..tables import of
 
-    text = FORMATS[form](of(folder, cast(Any, metric_of(load(folder), metric))))
+    text = FORMATS[form](of(folder, cast(Any, metric_of(load(folder), metric)), against))
     if out is None:
         print(text, end="")
         return

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import record, store, tables
+from .. import record, store, table_forms, tables
 from ..sweep import Sweep, Tally, done, load, tally
 from . import html, summary
 from .html import Card, Section
@@ -35,12 +35,12 @@ def render(folder: Path, metric: tables.Metric) -> str:
             Section(
                 "Results",
                 [
-                    html.table("results", rows_of(table), tables.METRICS[metric]),
+                    html.table("results", rows_of(table), table.says),
                     html.bullets([note.replace("Bold:", "★:") for note in table.notes]),
                 ],
             ),
             *(Section(f"Accuracy: {name}", figures_of(own)) for name, own in arms.items()),
-            Section("What it cost", [html.prose([costs(spent)])]),
+            Section("What it cost", [html.prose([tables.spending(spent)])]),
             Section("What failed", failed(standing)),
             Section("How it was made", [html.fold("Cells", html.listing(cells(sweep)))]),
         ],
@@ -52,7 +52,7 @@ def render(folder: Path, metric: tables.Metric) -> str:
             summary.counted(len(sweep.seeds), "seed"),
         ],
         cards=cards(table),
-        note=f"The best of each column: {tables.METRICS[metric]}.",
+        note=f"The best of each column: {table.says}.",
         sentences=sentences(table, spent),
     )
 
@@ -64,8 +64,8 @@ def rows_of(table: tables.Table) -> list[dict[str, str]]:
         line = dict(zip(table.heads, row, strict=True))
         for column in table.columns:
             entry = table.entries[row, column]
-            text = tables.shown(entry, table.metric) + tables.beside(entry)
-            line[tables.column_name(column)] = f"★ {text}" if entry.strong else text
+            text = table_forms.shown(entry, table) + table_forms.beside(entry, table)
+            line[table_forms.column_name(column)] = f"★ {text}" if entry.strong else text
         out.append(line)
     return out
 
@@ -77,28 +77,20 @@ def sentences(table: tables.Table, spent: Mapping[str, float]) -> list[str]:
         strong = [row for row in table.rows if table.entries[row, column].strong]
         if strong:
             value = lambda row, column=column: table.entries[row, column].mean or 0.0
-            lower = table.metric.endswith("_to_target")
+            lower = tables.MEASURES[table.metric].better == "lower"
             top = (min if lower else max)(strong, key=value)
             others = len(strong) - 1
             level = f", level with {summary.counted(others, 'other row')}" if others else ""
-            number = tables.shown(table.entries[top, column], table.metric)
-            best.append(f"{tables.column_name(column)}: {', '.join(top)} ({number}{level})")
+            number = table_forms.shown(table.entries[top, column], table)
+            best.append(f"{table_forms.column_name(column)}: {', '.join(top)} ({number}{level})")
     missing = sum(entry.missing for entry in table.entries.values())
     return [
         f"The best {'is' if len(best) == 1 else 'are'}, by column, {'; '.join(best)}."
         if best
         else "No row is the best yet.",
         "★ marks the best of a column and what is not significantly worse.",
-        f"{missing} cells are not done, so this is not the whole sweep." if missing else costs(spent),
+        f"{missing} cells are not done, so this is not the whole sweep." if missing else tables.spending(spent),
     ]
-
-
-def costs(spent: Mapping[str, float]) -> str:
-    return (
-        f"{summary.counted(spent['cells'], 'cell')} took {spent['hours']:.2f} hours of a process, sent "
-        f"{spent['MB']:.1f} MB (1e6 bytes, both directions) and trained on "
-        f"{summary.counted(spent['synthetic_rows'], 'synthetic row')}."
-    )
 
 
 def cards(table: tables.Table) -> list[Card]:
@@ -108,8 +100,9 @@ def cards(table: tables.Table) -> list[Card]:
     for i, column in enumerate(table.columns):
         means = [e.mean for row in table.rows if (e := table.entries[row, column]).strong and e.mean is not None]
         if means and len(table.columns) <= summary.CARDS:
-            best = min(means) if table.metric.endswith("_to_target") else max(means)
-            out.append(Card(tables.column_name(column), f"{best:.1f}", "", colour(i)))
+            measure = tables.MEASURES[table.metric]
+            best = min(means) if measure.better == "lower" else max(means)
+            out.append(Card(table_forms.column_name(column), f"{best:.{measure.places}f}", "", colour(i)))
     return out
 
 
@@ -126,7 +119,7 @@ def curves_of(folder: Path, sweep: Sweep) -> dict[str, list[Arm]]:
             ]
             if runs:
                 arms.append(Arm(name=", ".join(row) or "all", curves=[curve(run, record.timings(run)) for run in runs]))
-        out[tables.column_name(column)] = arms
+        out[table_forms.column_name(column)] = arms
     return out
 
 
