@@ -238,6 +238,14 @@ def test_the_same_seed_twice_is_no_second_seed(tmp_path):
         report_data([tmp_path / "a", tmp_path / "b"])
 
 
+def test_runs_that_differ_in_what_changes_no_setting_are_seeds_of_one_arm(tmp_path):
+    quick(tmp_path, "rounds=1", "name=a")
+    quick(tmp_path, "rounds=1", "name=b", "seed=1", "memory_MB=7")
+    quick(tmp_path, "rounds=1", "name=c", "seed=1", "local.lr=0.2")
+    arms = report_data([tmp_path / "a", tmp_path / "b", tmp_path / "c"]).arms
+    assert [arm.runs for arm in arms] == [["a", "b"], ["c"]]
+
+
 def test_an_interrupted_run_says_so(tmp_path, monkeypatch):
     from fedprior.record import Record
 

@@ -28,12 +28,15 @@ def arm_name(values: dict[str, Any]) -> str:
     return str(values["method"]["name"]) + ("+balance" if values.get("balance", "none") != "none" else "")
 
 
+SAME = ("seed", "name", "track", "memory_MB", "workers")  # what may differ within an arm: it changes no setting
+
+
 def group(folders: Sequence[Path]) -> dict[str, list[Path]]:
-    """Runs that differ in nothing but seed and name form one arm. Arms that would share a name are numbered."""
+    """Runs that differ in nothing but `SAME` form one arm. Arms that would share a name are numbered."""
     arms: dict[str, tuple[str, list[Path]]] = {}
     for folder in folders:
         values = config(folder)
-        key = json.dumps({k: v for k, v in values.items() if k not in ("seed", "name")}, sort_keys=True)
+        key = json.dumps({k: v for k, v in values.items() if k not in SAME}, sort_keys=True)
         members = arms.setdefault(key, (arm_name(values), []))[1]
         for other in members:
             if config(other)["seed"] == values["seed"]:
