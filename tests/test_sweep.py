@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -167,6 +168,9 @@ def test_more_seeds_join_and_another_sweep_is_refused(tmp_path):
     reserve(grid([*SMALL, "method=fedavg,local", "name=n"]), tmp_path / "n")
     reserve(grid([*SMALL, "method=fedavg,local", "seed=3", "name=n"]), tmp_path / "n")
     assert load(tmp_path / "n").seeds == (0, 3)
+    reworded = replace(grid([*SMALL, "method=fedavg,local", "name=n"]), scale="smaller")
+    reserve(reworded, tmp_path / "n")  # what is said of the scale is no setting
+    assert load(tmp_path / "n").scale == "smaller"
     with pytest.raises(UserError, match="holds another sweep"):
         reserve(grid([*SMALL, "method=fedavg,moon", "name=n"]), tmp_path / "n")
 

@@ -201,7 +201,7 @@ def reserve(sweep: Sweep, folder: Path) -> None:
             raise UsageError(f"{cell.name}: {error}") from None
     if (folder / "sweep.json").exists():
         there = load(folder)
-        if replace(there, seeds=sweep.seeds) != sweep:
+        if replace(there, seeds=sweep.seeds, scale=sweep.scale) != sweep:  # its words are no setting
             raise UserError(
                 f"{folder} holds another sweep; choose another name=, or `fedprior sweep {folder}` for that one"
             )
