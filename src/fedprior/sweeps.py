@@ -132,7 +132,8 @@ FEDDIFRC_TERMS = Axis(
 )
 GUIDED = (
     "an embedded prior of 11.5 MB in the place of Stable Diffusion 2.1, the half of the training images that it has "
-    "not seen, a small CNN, 10 clients of which 5 take part in each of 20 rounds with 30 steps of SGD"
+    "not seen, a small CNN, 10 clients of which 5 take part in each of 20 rounds with 30 steps of SGD; layer 3 and "
+    "timestep 150, which suit that prior, where a row names no layers (the paper's are 2,3,4 and 300)"
 )
 GUIDED_SMOKE = (
     "the embedded digits and their prior, 10 clients of which 4 take part in each of 6 rounds with 8 steps of a small "
