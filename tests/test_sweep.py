@@ -15,6 +15,8 @@ from fedprior import sweeps as named
 from fedprior.cli import main
 from fedprior.errors import UsageError, UserError
 from fedprior.progress import Silent
+from fedprior.report import sweep_page
+from fedprior.report.summary import Arm
 from fedprior.sweep import Axis, Sweep, carry_out, fitting, grid, load, reserve, slug
 
 SMALL = ("clients=4", "cohort=2", "rounds=2", "steps=2", "batch_size=8")
@@ -300,3 +302,15 @@ def test_wrong_words_are_one_line(words, message, tmp_path, capsys, monkeypatch)
     assert code == 2
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_figure_of_a_sweep_s_page_has_few_lines_and_rows_of_one_kind_together():
+    arm = lambda row: Arm(name=", ".join(row), curves=[])
+    many = {(a, b): arm((a, b)) for a in ("x", "y") for b in "pqrs"}
+    names = [[a.name for a in part] for part in sweep_page.parts_of(many)]
+    assert names == [[f"{a}, {b}" for b in "pqrs"] for a in ("x", "y")]
+    flat = {(str(i),): arm((str(i),)) for i in range(8)}
+    assert [len(part) for part in sweep_page.parts_of(flat)] == [6, 2]
+    few = dict(list(many.items())[:5])
+    assert [len(part) for part in sweep_page.parts_of(few)] == [5]
+    assert sweep_page.parts_of({}) == []

@@ -236,7 +236,7 @@ def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str,
             + ("." if signed or not MEASURES[metric].better else "; bold is the best of its column and no more.")
         )
     elif signed:
-        out.append(f"Bold: told from no gain ({tested}).{few}")
+        out.append(f"Bold: told from zero ({tested}).{few}")
     elif MEASURES[metric].better:
         out.append(f"Bold: the best of its column, and what is not significantly worse ({tested}).{few}")
     if sweep.scale:

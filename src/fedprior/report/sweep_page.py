@@ -1,6 +1,6 @@
 """A sweep on one page: its table, a curve for every row in every column, what it cost and what failed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from .summary import Arm
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-CURVES = 12  # rows that a figure shows; with more, lines cannot be told apart
+CURVES = 6  # rows that a figure shows; with more, lines cannot be told apart
 
 
 def write(folder: Path, metric: tables.Metric, path: Path) -> None:
@@ -106,11 +106,11 @@ def cards(table: tables.Table) -> list[Card]:
     return out
 
 
-def curves_of(folder: Path, sweep: Sweep) -> dict[str, list[Arm]]:
+def curves_of(folder: Path, sweep: Sweep) -> dict[str, dict[tables.Labels, Arm]]:
     """By column, an arm for every row with the runs that are done."""
-    out: dict[str, list[Arm]] = {}
+    out: dict[str, dict[tables.Labels, Arm]] = {}
     for column in dict.fromkeys(cell.column for cell in sweep.cells()):
-        arms = []
+        arms = {}
         for row in dict.fromkeys(cell.row for cell in sweep.cells()):
             runs = [
                 folder / "cells" / cell.name
@@ -118,17 +118,27 @@ def curves_of(folder: Path, sweep: Sweep) -> dict[str, list[Arm]]:
                 if (cell.row, cell.column) == (row, column) and done(folder, cell)
             ]
             if runs:
-                arms.append(Arm(name=", ".join(row) or "all", curves=[curve(run, record.timings(run)) for run in runs]))
+                curves = [curve(run, record.timings(run)) for run in runs]
+                arms[row] = Arm(name=", ".join(row) or "all", curves=curves)
         out[table_forms.column_name(column)] = arms
     return out
 
 
-def figures_of(arms: Sequence[Arm]) -> "list[Markup | None]":
+def figures_of(arms: Mapping[tables.Labels, Arm]) -> "list[Markup | None]":
     from . import figures
 
-    trained = [arm for arm in arms if all(summary.evaluated(curve) for curve in arm.curves)]
-    parts = [trained[i : i + CURVES] for i in range(0, len(trained), CURVES)]
-    return [html.panels(figures.training(part)) for part in parts]
+    trained = {row: arm for row, arm in arms.items() if all(summary.evaluated(curve) for curve in arm.curves)}
+    return [html.panels(figures.training(part)) for part in parts_of(trained)]
+
+
+def parts_of(arms: Mapping[tables.Labels, Arm]) -> list[list[Arm]]:
+    """At most CURVES arms each; where there are more, rows that share their first label stay together."""
+    if len(arms) <= CURVES:
+        return [list(arms.values())] if arms else []
+    kin: dict[tables.Labels, list[Arm]] = {}
+    for row, arm in arms.items():
+        kin.setdefault(row[:1] if len(row) > 1 else (), []).append(arm)
+    return [own[i : i + CURVES] for own in kin.values() for i in range(0, len(own), CURVES)]
 
 
 def failed(standing: Tally) -> "list[Markup | None]":
