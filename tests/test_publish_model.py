@@ -1,6 +1,8 @@
 """`fedprior model push` against a stand-in for the hub: what goes there, and what the card says."""
 
 import json
+import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -106,6 +108,67 @@ def test_the_card_says_what_the_prior_did_and_what_was_judged_on(trained):
     assert "20 sites trained on data of their own" in card
 
 
+def test_a_model_of_pooled_data_is_not_called_federated(trained):
+    read = publish_model.read(trained[0])
+    pooled = read._replace(
+        experiment=override(Experiment(), ["method=centralised"]),
+        about=read.about | {"method": "centralised"},
+        result=read.result | {"rounds": 1, "uplink_MB": 0.0, "downlink_MB": 0.0},
+    )
+    card = publish_model.card(pooled, "me/x")
+    assert yaml.safe_load(card.split("---\n")[1])["tags"] == ["fedprior", "centralised"]
+    assert "federated" not in card.lower().replace("centralised", "")
+    assert "trained on all data in one place with fedprior" in card
+    assert "exchanged" not in card
+    assert "mean of the last" not in card  # of one round
+
+
+def test_the_card_averages_as_many_rounds_as_there_were(trained):
+    read = publish_model.read(trained[0])
+    assert f"| mean of the last 2 rounds | {100 * read.result['mean_last10']:.2f} |" in publish_model.card(read, "me/x")
+    longer = read._replace(result=read.result | {"rounds": 40})
+    assert "| mean of the last 10 rounds |" in publish_model.card(longer, "me/x")
+
+
+def test_names_are_words_on_the_card_whatever_they_hold(trained):
+    from markdown_it import MarkdownIt
+
+    names = [
+        "a|b",
+        "new\nline",
+        "<img src=x onerror=y>",
+        "*bold*",
+        "[x](http://y)",
+        "_under_score",
+        "`c`",
+        "a\\b",
+        "&lt;",
+    ]
+    read = publish_model.read(trained[0])
+    given = read._replace(
+        about=read.about | {"classes": names},
+        last=read.last | {"per_class": [0.5] * len(names), "per_domain": {"p|<q>": 0.25}},
+    )
+    body = publish_model.card(given, "me/x").split("---\n", 2)[2]
+    tokens = MarkdownIt("commonmark").enable("table").parse(body)
+    inline = [token for token in tokens if token.type == "inline"]
+    assert not {child.type for token in inline for child in token.children} & {"html_inline", "link_open", "em_open"}
+    assert not [token for token in tokens if token.type == "html_block"]
+    texts = ["".join(child.content for child in token.children) for token in inline]
+    shown = [" ".join(name.split()) for name in names]
+    assert {f"class {name}" for name in shown} | {"domain p|<q>"} <= set(texts)
+    assert any(f"classes ({', '.join(shown)})," in text for text in texts)
+
+
+def test_the_card_says_that_clients_fine_tuned_the_prior(trained):
+    words = ["balance=max", "balance.pool=per_client", "adapt=lora"]
+    read = publish_model.read(trained[0])
+    card = publish_model.card(read._replace(experiment=override(Experiment(), words)), "me/x")
+    assert "`digits` was fine-tuned by each client on its own images (adapt=lora) and made images for clients" in card
+    assert "near-copies" in card
+    assert "near-copies" not in publish_model.card(read._replace(experiment=override(Experiment(), words[:1])), "me/x")
+
+
 def test_paths_of_this_machine_stay_here(trained):
     read = publish_model.read(trained[0])
     words = ["data=cifar10", "data.path=/home/jane/cifar10", "prior=/srv/models/sd", "prior.lora=~/a.safetensors,b:0.5"]
@@ -156,3 +219,29 @@ def test_what_cannot_be_pushed_is_one_line(trained, tmp_path, monkeypatch):
         with pytest.raises(kind, match=message) as error:
             call(*words)
         assert "\n" not in str(error.value)
+
+
+def test_a_directory_whose_files_do_not_belong_together_gets_no_card(trained, tmp_path):
+    folder = tmp_path / "it"
+    shutil.copytree(trained[0], folder)
+    (folder / "result.json").unlink()
+    with pytest.raises(UserError, match=r"has no result\.json, .*; `fedprior run .*it` makes it again") as error:
+        publish_model.read(folder)
+    assert "remove" not in str(error.value)
+    shutil.copy(trained[0] / "result.json", folder)
+    whole = (folder / "config.toml").read_text()
+    for text, message in [
+        ("", r"config\.toml does not say method, data, rounds: .*; bring back the file"),
+        (
+            whole.replace('net = "cnn"', 'net = "resnet10"'),
+            r"is not of this model \(net: cnn there, resnet10 here\); br",
+        ),
+        (re.sub(r"\nmu = [\d.]+", "\nmu = 7.0", whole), r"is not of this model \(method\.mu: .* there, 7\.0 here\)"),
+        (whole.replace('precision = "fp32"', 'precision = "bf16"'), r"\(precision: fp32 there, bf16 here\)"),
+    ]:
+        assert text != whole
+        (folder / "config.toml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            publish_model.read(folder)
+    (folder / "config.toml").write_text(whole)
+    assert publish_model.read(folder).version

@@ -16,10 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from typer.testing import CliRunner
 
 from fedprior import environment, nets, record
+from fedprior.cli import app
 from fedprior.config import Experiment, override
 from fedprior.data import digits
+from fedprior.errors import UsageError
 from fedprior.net import Net
 from fedprior.report import figures, html, load, summary
 from fedprior.report.summary import Arm, Holdings, ReportData
@@ -177,7 +180,7 @@ def test_comparison_row_holds_hand_computed_numbers():
     assert summary.comparison([arm], 0.45) == [
         {
             "setting": "a",
-            "mean of last 3 rounds": "40.0 % ± 14.1",  # 0.3 and 0.5
+            "mean of the last 3 rounds": "40.0 % ± 14.1",  # 0.3 and 0.5
             "last": "40.0 % ± 14.1",
             "best (optimistic)": "50.0 % ± 14.1",  # 0.4 and 0.6
             "seeds": "2",
@@ -186,6 +189,22 @@ def test_comparison_row_holds_hand_computed_numbers():
             "to 45.0 %": "2 rounds, 6.00 MB (1 of 2 seeds)",
         }
     ]
+
+
+def test_the_window_of_the_headline_is_that_of_the_runs():
+    one, three, long = (Arm(name=str(n), curves=[curve([0.1] * n)], runs=["r"], seeds=[0]) for n in (1, 3, 12))
+    heads = [list(summary.comparison(arms, None)[0])[1:3] for arms in ([one], [three, one], [long, three], [long])]
+    assert heads == [
+        ["last round", "best (optimistic)"],
+        ["mean of the last 1 to 3 rounds", "last"],
+        ["mean of the last 3 to 10 rounds", "last"],
+        ["mean of the last 10 rounds", "last"],
+    ]
+    assert "mean of the last 3 to 10 rounds" in summary.run_rows([long, three])[0]
+    assert html.note(data(arms=[long, three])) == (
+        "Test accuracy on real images, mean of the last 3 to 10 rounds, as far as evaluated, one seed."
+    )
+    assert html.note(data(arms=[one])) == "Test accuracy on real images, after the last round, one seed."
 
 
 def test_rounds_to_target_are_averaged_over_the_seeds_that_got_there():
@@ -218,6 +237,23 @@ def test_verdict_of_one_seed_claims_nothing():
     three = Arm(name="b", curves=[curve([0.9])] * 3)
     (sentence,) = summary.verdicts([Arm(name="a", curves=[curve([0.1])]), three])
     assert sentence.endswith("80.0 points more, but one seed cannot tell an effect from chance.")
+
+
+@pytest.mark.parametrize(
+    ("ours", "says"),
+    [
+        (
+            [0.3],
+            "b reached 30.0 % test accuracy, a 30.0 %: they are equal, but one seed cannot tell an effect from chance.",
+        ),
+        ([0.2, 0.4], "they are equal, so no gain is shown."),
+        ([0.3004], "less than 0.1 points more, but one seed cannot tell an effect from chance."),
+    ],
+)
+def test_no_difference_is_neither_more_nor_less(ours, says):
+    base = Arm(name="a", curves=[curve([v]) for v in ([0.1, 0.5] if len(ours) > 1 else [0.3])])
+    (sentence,) = summary.verdicts([base, Arm(name="b", curves=[curve([v]) for v in ours])])
+    assert sentence.endswith(says)
 
 
 def test_verdict_names_what_was_never_evaluated():
@@ -392,7 +428,7 @@ def test_page_shows_the_numbers_of_every_table():
     given_data = data()
     cells = Page(html.render(given_data)).cells
     rows = summary.comparison(given_data.arms, given_data.target)
-    assert rows[0]["mean of last 2 rounds"] == "20.0 % ± 5.0"  # 0.15, 0.2, 0.25
+    assert rows[0]["mean of the last 2 rounds"] == "20.0 % ± 5.0"  # 0.15, 0.2, 0.25
     tables = rows, summary.client_rows(given_data.arms), summary.traffic_rows(given_data.arms)
     shown = [cell for table in tables for row in [{k: k for k in table[0]}, *table] for cell in row.values()]
     assert cells == shown
@@ -501,6 +537,61 @@ def test_a_run_is_summed_up_in_three_sentences_from_its_numbers():
 
 
 @pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ((0.2, 0.0, 0.0, 0.3), "the hardest classes are b and c with 0.0 % each."),
+        ((0.25, 0.25, 0.25, 0.3), "the hardest classes are a, b and c with 25.0 % each."),
+        ((0.0, 0.0, 0.0, 0.0, 0.3, None), "4 of 5 classes are never recognised."),
+        ((0.5, 0.5, 0.5, 0.5, 0.6), "4 of 5 classes tie at 50.0 % as the hardest."),
+    ],
+)
+def test_classes_that_are_equally_hard_are_all_named_or_counted(rates, says):
+    arm = Arm(name="a", curves=[curve([0.5], per_class=rates)])
+    classes = tuple("abcdef"[: len(rates)])
+    assert summary.left_behind([arm], classes) == [f"The worst client sees 0.0 %, and {says}"]
+    (panel,) = figures.per_class([arm], classes).panels
+    assert re.search(r"from \d+ % \((b and 1 more|a and [23] more)\) to \d+ % \([de]\)", panel)
+
+
+def test_the_headline_says_which_mean_it_is():
+    local = Arm(name="local", curves=[curve([0.5])], own=True)
+    domains = [line(1, 0.5) | {"per_domain": {"photo": 0.2, "sketch": 0.8}}]
+    plain, over = Arm(name="a", curves=[curve([0.4])]), Arm(name="d", curves=[domains])
+    for arms, sentence, note, caption in [
+        ([local], "local reached 50.0 % test accuracy (mean over clients' own models).",
+         "Test accuracy on real images (mean over clients' own models), after",
+         "Test accuracy, mean over clients' own models."),
+        ([over], "d reached 50.0 % test accuracy (mean over domains).",
+         "Test accuracy on real images (mean over domains), after",
+         "Test accuracy of the global model, mean over domains."),
+        ([replace(local, curves=[domains])],
+         "local reached 50.0 % test accuracy (mean over clients' own models and domains).",
+         "Test accuracy on real images (mean over clients' own models and domains), after",
+         "Test accuracy, mean over clients' own models and domains."),
+        ([plain, local], "local reached 50.0 % test accuracy (of local, mean over clients' own models), a 40.0 %: 10.0 "
+         "points more, but one seed cannot tell an effect from chance.",
+         "Test accuracy on real images (of local, mean over clients' own models), after",
+         "Test accuracy of the global model; of local, mean over clients' own models."),
+    ]:  # fmt: skip
+        assert summary.verdicts(arms) == [sentence]
+        assert html.note(data(arms=arms)).startswith(note)
+        assert figures.whose(arms) == caption
+
+
+def test_the_worst_client_of_several_seeds_is_a_mean_and_called_one():
+    arm = Arm(name="a", curves=[curve([0.5]), curve([0.5])])
+    arm.curves[1][0]["clients"] = arm.curves[1][0]["clients"] | {"worst": 0.3}
+    assert summary.left_behind([arm], ("x", "y")) == [
+        "The worst client sees 15.0 % (a mean of the seeds' worst clients), and the hardest class is x with 25.0 %, "
+        "mean over seeds."
+    ]
+    other = Arm(name="b", curves=[curve([0.5])])
+    assert summary.left_behind([arm, other], ("x", "y")) == [
+        "The worst client sees 15.0 % with a and 0.0 % with b (a mean of the seeds' worst clients)."
+    ]
+
+
+@pytest.mark.parametrize(
     ("seconds", "says"), [(0.423, "0.42 s"), (9.994, "9.99 s"), (13.06, "13.1 s"), (7810, "2 h 10 min")]
 )
 def test_durations_have_three_digits_or_two_units(seconds, says):
@@ -528,8 +619,35 @@ def test_worst_clients_come_by_accuracy_over_all_seeds_with_rows_and_classes():
     named = summary.worst_clients([arm, plain], tuple("abcde"))
     assert [(row["setting"], row["accuracy"]) for row in named] == [
         ("a", "10.0 %"), ("a", "30.0 %"), ("a", "40.0 %"), ("b", "10.0 %"), ("b", "10.0 %"), ("b", "40.0 %"),
+        ("b", "40.0 %"),
     ]  # fmt: skip
-    assert [row["synthetic rows"] for row in named] == ["0", "1", "0", "0", "0", "0"]
+    assert [row["synthetic rows"] for row in named] == ["0", "1", "0", "0", "0", "0", ""]
+
+
+def test_clients_that_see_as_little_as_the_last_one_named_are_counted():
+    arm = Arm(name="a", curves=[curve([0.1])], clients=[held(*[0.2] * 7, 0.1, 0.9)], seeds=[0])
+    rows = summary.worst_clients([arm], ("x", "y"))
+    assert [row["client"] for row in rows] == [*(f"client {k}" for k in (7, 0, 1, 2, 3)), "and 3 more with as much"]
+    assert rows[-1] == {
+        "client": "and 3 more with as much", "real rows": "", "real rows by class": "", "accuracy": "20.0 %",
+    }  # fmt: skip
+    both = summary.worst_clients([arm, replace(arm, name="b", clients=[held(0.1, 0.2, 0.3, 0.4)])], ("x", "y"))
+    assert [(row["client"], row["setting"]) for row in both[2:]] == [
+        ("client 1", "a"), ("and 5 more with as much", "a"), ("client 0", "b"), ("client 1", "b"), ("client 2", "b"),
+    ]  # fmt: skip
+    assert "and 3 more" in html.render(data(arms=[arm]))
+
+
+def test_pairs_that_are_mixed_up_as_often_as_the_last_one_named_are_counted():
+    counts = np.full((3, 3), 2) + np.diag([4, 4, 4])  # six pairs, a fifth each
+    arm, better = Arm(name="a", curves=[], confusion=counts), Arm(name="b", curves=[], confusion=np.eye(3, dtype=int))
+    assert summary.mixed_up([arm, better], ("x", "y", "z"))[4:] == [
+        {"class": "z, taken for x", "a": "20.0 %", "b": "0.0 %"},
+        {"class": "and 1 more with as much", "a": "", "b": ""},
+    ]
+    assert summary.mixed_up([arm], ("x", "y", "z"))[-1] == {"class": "and 1 more with as much", "a": "20.0 %"}
+    counts[2, 1] -= 1
+    assert len(summary.mixed_up([arm], ("x", "y", "z"))) == 5
 
 
 def test_pairs_that_are_mixed_up_are_shares_of_the_class_asked_for():
@@ -597,6 +715,16 @@ def test_requests_are_counted_by_how_they_ended():
     assert [row["a"] for row in rows] == ["7", "5", "1", "1", "1", "1"]
 
 
+def test_data_in_one_place_were_requested_of_nobody():
+    pooled, plain = Arm(name="c", curves=[curve([0.1])], pooled=True), Arm(name="a", curves=[curve([0.1])])
+    assert "What was refused or left undone" not in html.render(data(arms=[pooled]))
+    assert "Nothing: 2 requests to clients" in html.render(data(arms=[pooled, plain]))
+    bad = replace(plain, curves=[[line(1, 0.1, refused=[{"client": 1, "reason": "late"}])]])
+    rows = summary.attendance_rows([pooled, bad])
+    assert [row["a"] for row in rows] == ["2", "2", "0", "0", "1", "0"]
+    assert {row["c"] for row in rows} == {"–"}
+
+
 def test_domains_and_neighbours_have_a_row_each():
     ends = [line(1, 0.5) | {"per_domain": {"photo": 0.2, "sketch": 0.6}, "knn": 0.3}]
     other = [line(1, 0.5) | {"per_domain": {"photo": 0.4, "sketch": 0.6}, "knn": None}]
@@ -641,6 +769,36 @@ def test_a_confusion_matrix_shows_percent_of_each_class():
     assert re.findall(r">(\d+)</text>", panel) == ["75", "25", "100"]
     assert "x, taken for y (25.0 %)" in panel
     assert figures.confusion([Arm(name="b", curves=[])], ("x", "y")) is None
+
+
+@pytest.mark.parametrize(
+    "name", ['cup id="1"', 'a x="1.23456"', 'a xmlns="b" c', "xlink:href", "a 'DejaVu Sans'", "<!-- a -->", "1.23456"]
+)
+def test_what_tidies_a_drawing_leaves_its_words_alone(name):
+    from html import unescape
+
+    (panel,) = figures.per_class([Arm(name="a", curves=[curve([0.5])])], (name, "other")).panels
+    words = [unescape(text) for text in re.findall("<text[^>]*>([^<]*)</text>", panel)]
+    assert name in words
+    assert not re.search(
+        r' xmlns(:\w+)?="|<metadata|<!--| xlink:href=| d="[^"]*\d\.\d{3}', "".join(re.findall("<[^>]*>", panel))
+    )
+
+
+def test_a_page_of_what_was_judged_on_held_out_rows_speaks_of_no_test():
+    many = tuple(f"class {i}" for i in range(30))
+    full = data(after=None)
+    for arms, classes, rates in ((whole().arms, full.classes, (0.25, 0.75)), (whole().arms[:1], many, [0.5] * 30)):
+        held_out = [replace(arm, judged_on="validation") for arm in arms]
+        ends = [line(1, 0.5, per_class=rates) | {"seconds": 1.0, "per_domain": {"photo": 0.5}}]
+        held_out[0] = replace(held_out[0], curves=[ends] * 3, confusion=np.ones((len(classes),) * 2, dtype=int))
+        given_data = replace(full, arms=held_out, classes=classes, real={}, synthetic={})
+        assert given_data.judged_on == "validation"
+        text = html.render(given_data)
+        assert not re.search(r"\btest\b", text, re.IGNORECASE)
+        assert text.lower().count("validation accuracy") > 8
+        assert "Validation accuracy on held-out rows of clients" in text
+        assert "picked by looking at the held-out rows" in text
 
 
 def test_a_page_is_put_together_from_sections_and_lists_them():
@@ -836,3 +994,38 @@ def test_the_commit_is_that_of_the_checkout_and_says_when_files_differ(tmp_path)
     inner = tmp_path / "site-packages"
     inner.mkdir()
     assert environment.commit.__wrapped__(inner) == ""  # somebody else's repository around an installed package
+
+
+def test_a_run_says_what_it_was_judged_on_and_where_data_were_pooled(finished, tmp_path):
+    run(override(Experiment(), [*SMALL, "rounds=1", "validation=0.2", "method=centralised"]), tmp_path, report=False)
+    folder = tmp_path / "it"
+    for _ in range(2):  # without result.json the settings say it
+        given_data = load.report_data([folder])
+        assert given_data.judged_on == "validation"
+        assert given_data.arms[0].pooled
+        (folder / "result.json").unlink(missing_ok=True)
+    assert load.report_data([finished]).judged_on == "test"
+    assert not load.report_data([finished]).arms[0].pooled
+
+
+def test_a_comparison_goes_where_one_is_and_replaces_no_page_of_a_run(finished, tmp_path, monkeypatch):
+    folders = [tmp_path / "runs" / name for name in ("a", "b")]
+    for seed, folder in enumerate(folders):
+        shutil.copytree(finished, folder)
+        config = (folder / "config.toml").read_text()
+        (folder / "config.toml").write_text(config.replace("seed = 0", f"seed = {seed}", 1))
+        (folder / "report.html").write_text("own")
+
+    def report(*words):
+        return CliRunner().invoke(app, ["report", *map(str, words), "--json"], catch_exceptions=False)
+
+    monkeypatch.chdir(tmp_path)
+    said = report(*folders).stdout.splitlines()
+    assert said[0] == "Report: report.html"
+    assert "2 seeds" in (tmp_path / "report.html").read_text()
+    assert [(folder / "report.html").read_text() for folder in folders] == ["own", "own"]
+    monkeypatch.chdir(folders[0])
+    with pytest.raises(UsageError, match=r"report\.html here is the page of the run; add --out"):
+        report(".", folders[1])
+    assert report(".").exit_code == 0
+    assert "fedprior" in (folders[0] / "report.html").read_text()

@@ -240,10 +240,13 @@ def test_the_same_seed_twice_is_no_second_seed(tmp_path):
 
 def test_runs_that_differ_in_what_changes_no_setting_are_seeds_of_one_arm(tmp_path):
     quick(tmp_path, "rounds=1", "name=a")
-    quick(tmp_path, "rounds=1", "name=b", "seed=1", "memory_MB=7")
+    quick(tmp_path, "rounds=1", "name=b", "seed=1", "memory_MB=7", "engine=serial", "target=0.5")
     quick(tmp_path, "rounds=1", "name=c", "seed=1", "local.lr=0.2")
-    arms = report_data([tmp_path / "a", tmp_path / "b", tmp_path / "c"]).arms
-    assert [arm.runs for arm in arms] == [["a", "b"], ["c"]]
+    quick(tmp_path, "rounds=1", "name=d", "seed=2", "engine=vectorised", "block=2")
+    quick(tmp_path, "rounds=2", "name=e", "seed=1")
+    data = report_data([tmp_path / name for name in "abcde"])
+    assert [arm.runs for arm in data.arms] == [["a", "b", "d"], ["c"], ["e"]]
+    assert data.target == 0.5
 
 
 def test_an_interrupted_run_says_so(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -237,3 +238,28 @@ def test_tensorboard_reads_the_lines_back(tmp_path):
         events = seen.Scalars(key)
         assert [event.step for event in events] == [1, 2, 3, 4, 5]
         assert [event.value for event in events] == pytest.approx([of(line) for line in outcome.curve])
+
+
+def rounds_on_the_board(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    seen = EventAccumulator(str(folder / "tensorboard"))
+    seen.Reload()
+    return [event.step for event in seen.Scalars("accuracy")]
+
+
+def test_tensorboard_drops_what_it_was_told_before_a_kill_that_nobody_noted(tmp_path):
+    pytest.importorskip("tensorboard")
+    go(tmp_path, "track=tensorboard")
+    state = tmp_path / "it" / "tracking.json"
+    state.write_text(json.dumps({"tensorboard": {"run": "", "rounds": 1}}))
+    go(tmp_path, "track=tensorboard", "rounds=4")
+    assert rounds_on_the_board(tmp_path / "it") == [1, 2, 3, 4]
+
+
+def test_tensorboard_is_told_everything_again_when_its_folder_is_gone(tmp_path):
+    pytest.importorskip("tensorboard")
+    go(tmp_path, "track=tensorboard")
+    shutil.rmtree(tmp_path / "it" / "tensorboard")
+    go(tmp_path, "track=tensorboard", "rounds=4")
+    assert rounds_on_the_board(tmp_path / "it") == [1, 2, 3, 4]

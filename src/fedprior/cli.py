@@ -190,17 +190,22 @@ def partition_show(words: Words = None, as_json: Json = False) -> None:
 @app.command()
 def report(
     folders: Annotated[list[Path], typer.Argument(help="One or several run directories, or a sweep's.")],
-    out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the first directory.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="HTML file; default: report.html in the directory, of several runs in the current one."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """One offline HTML page for a run, for several side by side (seeds of one setting are one line), or for a sweep."""
     from . import sweep as grids
     from .report import html, load, sweep_page
 
-    target = out or folders[0] / "report.html"
+    target = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
     whole = (folders[0] / "sweep.json").exists()
     if whole and len(folders) > 1:
         raise UsageError(f"{folders[0]} is a sweep, which has a page of its own; name it alone, or some of its cells")
+    if out is None and len(folders) > 1 and Path.cwd() in [folder.resolve() for folder in folders]:
+        raise UsageError("report.html here is the page of the run; add --out FILE.html for one of several runs")
     if not whole:
         load.check_done(folders)
     try:

@@ -1,6 +1,8 @@
 """A run's global model on the Hugging Face hub, with a card that says how it was trained and how good it is."""
 
 import json
+import re
+import tomllib
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -10,6 +12,7 @@ from .data import origins
 from .data.partition import Sites
 from .errors import UserError
 from .hub import File, upload
+from .report import summary
 
 LICENSE = "unknown"  # the hub's word for a model whose owner has not said
 FEW, MANY = 20, 200  # classes that the first sentence names, and that a table has a row for
@@ -31,23 +34,49 @@ class Trained(NamedTuple):
 
 
 def read(folder: Path) -> Trained:
-    """Raises UserError for what is no run directory, and for one that is not done or has no global model."""
+    """Raises UserError for what is no run directory, for one that is not done or has no global model, and for one whose
+    settings are not those of the model."""
     if folder.is_file():
         raise UserError(f"{folder} is a file; name its run directory, which says how it was trained")
     classifier = predict.load(folder, "cpu")
+    if not (folder / "result.json").exists():
+        raise UserError(
+            f"{folder} has no result.json, so no card could be written; `fedprior run {folder}` makes it again"
+        )
+    experiment = settings(folder, classifier.about)
     try:
         versions = store.read_json(folder / "manifest.json")["versions"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}/manifest.json cannot be read ({error}), so the card could not say how") from None
     return Trained(
         folder,
-        from_toml(folder / "config.toml"),
+        experiment,
         resume.result(folder),
         record.metrics(folder)[-1],
         classifier.about,
         sum(x.numel() for x in classifier.weights["params"].values()),
         str(versions.get("fedprior")),
     )
+
+
+def settings(folder: Path, about: dict[str, Any]) -> Experiment:
+    """The experiment in a run's config.toml. Raises UserError where that is not the one of the model, by what the model
+    file says of itself."""
+    path = folder / "config.toml"
+    experiment = from_toml(path)
+    values = to_dict(experiment)
+    remedy = "bring back the file that the run wrote, or run it again under another name="
+    if missing := [key for key in ("method", "data", "rounds") if key not in tomllib.loads(path.read_text("utf-8"))]:
+        raise UserError(f"{path} does not say {', '.join(missing)}: it was changed; {remedy}")
+    method = json.loads(json.dumps(values["method"]))  # lists, as in the model file
+    here = {key: values[key] for key in ("net", "precision")} | {"method": method["name"]}
+    there = {key: about[key] for key in here}
+    if there["method"] == here["method"]:
+        here |= {f"method.{key}": value for key, value in method.items() if key != "name"}
+        there |= {f"method.{key}": "none" if value is None else value for key, value in about["settings"].items()}
+    if differing := [f"{key}: {there.get(key)} there, {here[key]} here" for key in here if there.get(key) != here[key]]:
+        raise UserError(f"{path} is not of this model ({'; '.join(differing)}); {remedy}")
+    return experiment
 
 
 def files(trained: Trained) -> list[File]:
@@ -82,7 +111,8 @@ def _last_part(word: str) -> str:
 def card(trained: Trained, repository: str, license: str = LICENSE) -> str:
     """The README.md of the model: the hub's metadata, then the same in words."""
     about, values = trained.about, portable(to_dict(trained.experiment))
-    classes, (height, width) = about["classes"], about["size"]
+    classes, (height, width) = [plain(name) for name in about["classes"]], about["size"]
+    how = "on all data in one place" if trained.experiment.method.pooled else "by federated learning"
     shown = ", ".join(classes[:FEW]) + (f" and {len(classes) - FEW} more" if len(classes) > FEW else "")
     lines = [
         "---",
@@ -91,8 +121,7 @@ def card(trained: Trained, repository: str, license: str = LICENSE) -> str:
         "",
         f"# {repository.partition('/')[2]}",
         "",
-        f"An image classifier for {len(classes)} classes ({shown}), trained by federated learning with fedprior "
-        f"{trained.version}.",
+        f"An image classifier for {len(classes)} classes ({shown}), trained {how} with fedprior {trained.version}.",
         *(["", "Its owner has not said under which licence the weights are given."] if license == LICENSE else []),
         "",
         "## How good it is",
@@ -107,7 +136,7 @@ def card(trained: Trained, repository: str, license: str = LICENSE) -> str:
         "| --- | --- |",
         f"| net | {values['net']}, {trained.parameters} parameters |",
         f"| images | RGB, {height} x {width} pixels; others are resized to that |",
-        *(f"| {key} | {told(values[key])} |" for key in SHOWN if key in values),
+        *(f"| {key} | {plain(told(values[key]))} |" for key in SHOWN if key in values),
         "",
         "`config.toml` holds every setting; `fedprior run config.toml` trains the model again where the data are.",
         "",
@@ -141,31 +170,31 @@ def scores(trained: Trained) -> list[str]:
     result, last = trained.result, trained.last
     rows = [
         ("last round", result["last"]),
-        ("mean of the last ten rounds", result["mean_last10"]),
+        *([(summary.window([result["rounds"]]), result["mean_last10"])] if result["rounds"] > 1 else []),
         ("best round (optimistic)", result["best"]),
         *((f"clients' own mix of classes, {name}", last["clients"][name]) for name in CLIENTS if last["clients"]),
     ]
     names = trained.about["classes"]
     by_class = last["per_class"] or [] if len(names) <= MANY else []
-    rows += [(f"class {name}", rate) for name, rate in zip(names, by_class, strict=False)]
-    rows += [(f"domain {name}", rate) for name, rate in (last.get("per_domain") or {}).items()]
+    rows += [(f"class {plain(name)}", rate) for name, rate in zip(names, by_class, strict=False)]
+    rows += [(f"domain {plain(name)}", rate) for name, rate in (last.get("per_domain") or {}).items()]
     where = "rows of clients that were held out" if result["judged_on"] == "validation" else "the test set"
     mean = ", the mean over its domains" if "per_domain" in last else ""
+    traffic = f"Clients and server exchanged {result['uplink_MB']:.3f} MB up and {result['downlink_MB']:.3f} MB down."
     return [
-        f"Top-1 accuracy on {where} of {trained.experiment.data.name}{mean}. These weights are those of the last "
-        f"round, {result['rounds']}; one run, seed {trained.experiment.seed}.",
+        f"Top-1 accuracy on {where} of {plain(trained.experiment.data.name)}{mean}. These weights are those of the "
+        f"last round, {result['rounds']}; one run, seed {trained.experiment.seed}.",
         "",
         "| accuracy of | % |",
         "| --- | --- |",
         *(f"| {name} | {100 * rate:.2f} |" for name, rate in rows if rate is not None),
-        "",
-        f"Clients and server exchanged {result['uplink_MB']:.3f} MB up and {result['downlink_MB']:.3f} MB down.",
+        *([] if trained.experiment.method.pooled else ["", traffic]),
     ]
 
 
 def origin(experiment: Experiment, values: dict[str, Any]) -> str:
     """Whose data the model learnt from, in a sentence."""
-    name, clients = values["data"]["name"], values["clients"]
+    name, clients = plain(values["data"]["name"]), values["clients"]
     if isinstance(experiment.partition, Sites):
         return f"{clients} sites trained on data of their own, which did not leave them; {name} is the test set."
     half = values["data"]["half"]
@@ -179,6 +208,8 @@ def prior(trained: Trained, values: dict[str, Any]) -> str:
     """What the diffusion model did, in a sentence."""
     experiment, rows = trained.experiment, trained.result["synthetic_rows"]
     said = []
+    if experiment.adapt:
+        said.append(f"was fine-tuned by each client on its own images (adapt={values['adapt']['name']})")
     if experiment.balance:
         count = "" if rows is None else f", {rows} synthetic rows in all"
         said.append(f"made images for clients before training (balance={values['balance']['name']}{count})")
@@ -189,8 +220,8 @@ def prior(trained: Trained, values: dict[str, Any]) -> str:
     if not said:
         return "No diffusion model was used."
     return (
-        f"The text-to-image diffusion model `{values['prior']['name']}` {' and '.join(said)}. Accuracy is measured on "
-        "real images only."
+        f"The text-to-image diffusion model `{values['prior']['name']}` {summary.joined(said)}. Accuracy is measured "
+        "on real images only."
     )
 
 
@@ -207,12 +238,22 @@ def limits(trained: Trained) -> list[str]:
             "Federated learning leaves images with the clients, but gives no formal guarantee of privacy: weights can "
             "tell something of the images that they were trained on."
         )
+    if experiment.adapt:
+        out.append(
+            "Clients fine-tuned the diffusion model on their own images. What it then made may be near-copies of "
+            "those, and this model was trained on it."
+        )
     if experiment.balance or experiment.method.images or experiment.guide:
         out.append(
             "The diffusion model's licence may limit the use of what was trained with it, and what it learnt from its "
             "own training data, biases included, may have gone into this model."
         )
     return out
+
+
+def plain(text: str) -> str:
+    """A text as words on one line, whatever it would mean in Markdown or HTML."""
+    return re.sub(r"[\\`*\[\]<>&|~$]|(?<![^\W_])_|_(?![^\W_])", r"\\\g<0>", " ".join(text.split()))
 
 
 def told(value: Any) -> str:
@@ -237,7 +278,7 @@ def metadata(trained: Trained, repository: str, license: str) -> Any:
     name = experiment.data.name
     hub_id = origins.ALIASES.get(name, name)
     known = hub_id in origins.ALIASES.values() or (experiment.data.path is None and "/" in hub_id)
-    tags = ["federated-learning", "fedprior", trained.about["method"]]
+    tags = [*([] if experiment.method.pooled else ["federated-learning"]), "fedprior", trained.about["method"]]
     if result.get("synthetic_rows"):
         tags.append("synthetic")
     scored = []

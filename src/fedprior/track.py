@@ -1,9 +1,11 @@
 """Trackers: what each round's line of metrics.jsonl is handed to, beside the file.
 
 The lines stay the source. What a tracker was told stands in tracking.json of the run directory, so a run that goes on,
-or that gets a tracker on the way, tells it the rounds it lacks, under the same run of the tracker. A tracker that
-fails says so in one line and is left out; the run does not notice. Nothing is sent over a network unless the tracker's
-own environment variables say so.
+or that gets a tracker on the way, tells it the rounds it lacks, under the same run of the tracker. It is told each
+round at least once: a kill after it was told and before that was noted makes the next process tell it again.
+TensorBoard then drops the first telling, and is told everything again where its folder is gone; the others are not
+asked what they still hold. A tracker that fails says so in one line and is left out; the run does not notice. Nothing
+is sent over a network unless the tracker's own environment variables say so.
 """
 
 import importlib.util
@@ -38,10 +40,11 @@ AT_HOME = {
 class Kind(NamedTuple):
     """How accelerate's adapter of a tracker is made, and how its run is found again."""
 
-    options: Callable[[Path, str], dict[str, Any]]  # (run directory, id of the tracker's run or "") -> arguments
+    options: Callable[[Path, dict[str, Any] | None], dict[str, Any]]  # (run directory, what is known) -> arguments
     identity: Callable[[Any], str]  # of the tracker's run, from the adapter's `tracker`; "" where the place says it
     hint: Callable[[Path], str]  # how a person sees it
     finish: Callable[[Any], None] = lambda adapter: adapter.finish()
+    gone: Callable[[Path], bool] = lambda folder: False  # whether what it was told is known to be there no more
 
 
 def _finish_trackio(adapter: Any) -> None:
@@ -53,16 +56,21 @@ def _finish_trackio(adapter: Any) -> None:
 
 TRACKERS = {
     "tensorboard": Kind(
-        lambda folder, run: {"run_name": "tensorboard", "logging_dir": str(folder)},
+        lambda folder, known: {
+            "run_name": "tensorboard",
+            "logging_dir": str(folder),
+            **({"purge_step": known["rounds"] + 1} if known else {}),  # told, but not noted
+        },
         lambda writer: "",
         lambda folder: f"`tensorboard --logdir {folder.parent}` shows it",
+        gone=lambda folder: not any((folder / "tensorboard").glob("events.*")),
     ),
     "wandb": Kind(
-        lambda folder, run: {
+        lambda folder, known: {
             "run_name": os.environ.get("WANDB_PROJECT", PROJECT),
             "name": folder.name,
             "dir": str(folder),
-            **({"id": run, "resume": "allow"} if run else {}),
+            **({"id": known["run"], "resume": "allow"} if known else {}),
         },
         lambda run: str(run.id),
         lambda folder: (
@@ -72,15 +80,19 @@ TRACKERS = {
         ),
     ),
     "mlflow": Kind(
-        lambda folder, run: {"experiment_name": PROJECT, "run_name": folder.name, "run_id": run or None},
+        lambda folder, known: {
+            "experiment_name": PROJECT,
+            "run_name": folder.name,
+            "run_id": known["run"] if known else None,
+        },
         lambda run: str(run.info.run_id),
         lambda folder: os.environ.get("MLFLOW_TRACKING_URI", "`mlflow ui` in the folder that you are in shows it"),
     ),
     "trackio": Kind(
-        lambda folder, run: {
+        lambda folder, known: {
             "run_name": PROJECT,
-            "name": run or folder.name,
-            "resume": "allow" if run else "never",
+            "name": known["run"] if known else folder.name,
+            "resume": "allow" if known else "never",
             "embed": False,
         },
         lambda run: str(run.name),
@@ -159,8 +171,9 @@ class Trackers:
             PartialState()  # the adapters' own log asks for it
             if not self.known and (self.folder / "tracking.json").exists():
                 self.known = store.read_json(self.folder / "tracking.json")
-            kind, before = TRACKERS[name], self.known.get(name)
-            adapter = tracking.LOGGER_TYPE_TO_CLASS[name](**kind.options(self.folder, before["run"] if before else ""))
+            kind = TRACKERS[name]
+            before = None if kind.gone(self.folder) else self.known.get(name)
+            adapter = tracking.LOGGER_TYPE_TO_CLASS[name](**kind.options(self.folder, before))
             self.live[name] = adapter
             adapter.start()
             if before is None:

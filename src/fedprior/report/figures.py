@@ -17,7 +17,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from .summary import Arm, class_means, evaluated, joined, megabytes, mixed_up, shares
+from .summary import Arm, class_means, evaluated, judged, level, means, megabytes, mixed_up, shares
 
 # Okabe and Ito's palette, told apart with every common colour blindness; yellow is left out as too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -98,15 +98,21 @@ def draw(height: float, paint: Callable[[Canvas], None], alt: str, width: float 
 
 
 def inline(svg: str, alt: str) -> str:
-    """A stand-alone SVG document made part of an HTML page: no namespaces, no date, no ids that nothing refers to."""
+    """A stand-alone SVG document made part of an HTML page: no namespaces, no date, no ids that nothing refers to. What
+    stands between tags are words, and stays."""
     svg = svg[svg.index("<svg") :].rstrip()
     svg = re.sub(r"\s*<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg).replace("xlink:href", "href")
     used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', svg))
-    svg = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", svg)
-    svg = re.sub(r"""(<text style="[^"]*)'DejaVu Sans'""", r"\1system-ui", svg)
-    svg = re.sub(r' (?:d|x|y|transform|width|height)="[^"]*"', lambda m: short(m[0]), svg)
+    svg = re.sub("<[^>]*>", lambda m: tidy(m[0], used), svg)
     return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt)}" ', 1)
+
+
+def tidy(tag: str, used: set[str]) -> str:
+    """A tag of an SVG document as it stands in a page; of ids, those in use are left."""
+    tag = re.sub(r' xmlns(:\w+)?="[^"]*"', "", tag).replace(" xlink:href=", " href=")
+    tag = re.sub(r' id="([^"]*)"', lambda m: m[0] if m[1] in used else "", tag)
+    tag = re.sub(r"""^(<text style="[^"]*)'DejaVu Sans'""", r"\1system-ui", tag)
+    return re.sub(r' (?:d|x|y|transform|width|height)="[^"]*"', lambda m: short(m[0]), tag)
 
 
 def short(attribute: str) -> str:
@@ -201,13 +207,11 @@ def training(arms: Sequence[Arm]) -> Figure:
 
 
 def whose(arms: Sequence[Arm]) -> str:
-    """Whose test accuracy is shown, as a sentence."""
-    own = [arm.name for arm in arms if arm.own]
-    if not own:
-        return "Test accuracy of the global model."
-    if len(own) == len(arms):
-        return "Test accuracy, mean over clients' own models."
-    return f"Test accuracy of the global model; of {joined(own)}, mean over clients' own models."
+    """Whose accuracy is shown, as a sentence."""
+    every, some = means(arms)
+    whom = "" if all(arm.own for arm in arms) else " of the global model"
+    told = f"{judged(arms).accuracy.capitalize()}{whom}" + (f", {every}" if every else "")
+    return "; ".join([told, *some]) + "."
 
 
 def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str, width: float = WIDTH) -> str:
@@ -223,7 +227,7 @@ def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str
             if len(ys) > 1:
                 ax.fill_between(xs, ys.min(0), ys.max(0), color=colour(i), alpha=0.16, linewidth=0)
         ax.set_xlabel(label)
-        ax.set_ylabel("test accuracy (%)")
+        ax.set_ylabel(f"{judged(arms).accuracy} (%)")
         ax.set_ylim(0, 102)  # a line at 100 % is drawn in full
         ax.margins(x=0.02)
         ax.set_xlim(left=0)
@@ -231,7 +235,7 @@ def curves(arms: Sequence[Arm], x: Callable[[dict[str, Any]], float], label: str
         legend(canvas, ax, arms, width)
 
     ends = ", ".join(f"{arm.name} ends at {ys[:, -1].mean():.1f} %" for arm, (_, ys) in zip(arms, lines, strict=True))
-    alt = f"Line chart of test accuracy against {label}: {ends}."
+    alt = f"Line chart of {judged(arms).accuracy} against {label}: {ends}."
     return draw(0.6 + 0.56 * width + legend_height(arms, width), paint, alt, width)
 
 
@@ -271,7 +275,7 @@ def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
             ax.barh(at, values, each, color=colour(i), label=arm.name)
         ax.set_ylim(len(classes) - 0.4, -0.6)
         ax.set_xlim(0, 100)
-        ax.set_xlabel("test accuracy (%)")
+        ax.set_xlabel(f"{judged(arms).accuracy} (%)")
         ax.grid(visible=False, axis="y")
         name_classes(ax, classes)
         legend(canvas, ax, arms)
@@ -286,7 +290,7 @@ def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
         ax.set_ylim(0, 102)  # a line at 100 % is drawn in full
         ax.margins(x=0.02)
         ax.set_xlabel("classes, from worst to best")
-        ax.set_ylabel("test accuracy (%)")
+        ax.set_ylabel(f"{judged(arms).accuracy} (%)")
         legend(canvas, ax, arms)
 
     spans = "; ".join(f"{arm.name} {span(values, classes)}" for arm, values in zip(arms, means, strict=True))
@@ -302,11 +306,14 @@ def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:
 
 
 def span(values: np.ndarray, classes: Sequence[str]) -> str:
-    """The worst and the best class in words."""
+    """The worst and the best class in words, and how many are level with each."""
     if np.isnan(values).all():
         return "not known"
-    low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
-    return f"from {values[low]:.0f} % ({classes[low]}) to {values[high]:.0f} % ({classes[high]})"
+    ends = []
+    for rate in (np.nanmin(values), np.nanmax(values)):
+        first, *others = level(values, rate)
+        ends.append(f"{rate:.0f} % ({classes[first]}{f' and {len(others)} more' if others else ''})")
+    return f"from {ends[0]} to {ends[1]}"
 
 
 def clients(arms: Sequence[Arm]) -> Figure:
@@ -336,7 +343,8 @@ def clients(arms: Sequence[Arm]) -> Figure:
 
 
 def confusion(arms: Sequence[Arm], classes: Sequence[str]) -> Figure | None:
-    """What test images of each class are taken for by the last model, one panel an arm; None where it is not known."""
+    """What the judged images of each class are taken for by the last model, one panel an arm; None where it is not
+    known."""
     known = [arm for arm in arms if arm.confusion is not None]
     if not known:
         return None
@@ -349,7 +357,8 @@ def confusion(arms: Sequence[Arm], classes: Sequence[str]) -> Figure | None:
         panels.append(matrix(shares(arm.confusion), classes, title, f"{arm.name}: what images are taken for.{most}"))
     whom = " Summed over clients' own models." if any(arm.own for arm in known) else ""
     seeds = " Summed over seeds." if any(len(arm.curves) > 1 for arm in known) else ""
-    caption = f"Percent of the test images of a class (a row) by the class they are taken for (a column).{whom}{seeds}"
+    which = f"the {judged(arms).images} of a class (a row) by the class they are taken for (a column)"
+    caption = f"Percent of {which}.{whom}{seeds}"
     return Figure(panels, caption)
 
 

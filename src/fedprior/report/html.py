@@ -163,7 +163,7 @@ def sections(data: ReportData) -> list[Section]:
     """What the data allow."""
     from . import figures
 
-    arms, classes = data.arms, data.classes
+    arms, classes, said = data.arms, data.classes, summary.judged(data.arms)
     few = len(arms) <= summary.CARDS  # a table with a column for each fits beside a figure
     trained = all(summary.evaluated(c) for arm in arms for c in arm.curves)
     seen = all(any((h.accuracy >= 0).any() for h in arm.clients) for arm in arms)  # NaN is not
@@ -171,13 +171,13 @@ def sections(data: ReportData) -> list[Section]:
     confusion = figures.confusion(arms, classes)
     matrices = panels(confusion) if few else fold("Confusion matrices", panels(confusion))
     accuracy = [
-        table("results", summary.comparison(arms, data.target), COMPARISON),
+        table("results", summary.comparison(arms, data.target), COMPARISON.format(capital(said.accuracy), said.whole)),
         panels(figures.training(arms)) if trained else None,
     ]
     held = [prose(summary.holdings(data)), panels(figures.distribution(data.before, data.after, classes))]
     spread = [
         panels(figures.clients(arms)) if seen else None,
-        table("clients", summary.client_rows(arms), f"{CLIENTS}{over(data, 'mean')}."),
+        table("clients", summary.client_rows(arms), f"{CLIENTS.format(said.images)}{over(data, 'mean')}."),
     ]
     worst = table("worst", summary.worst_clients(arms, classes), "The clients that see least, worst first.")
     clients = [beside(*spread), worst] if few else [*spread, fold("Worst clients", worst)]
@@ -186,7 +186,7 @@ def sections(data: ReportData) -> list[Section]:
     by_class = [
         *([beside(panels(per_class), first)] if few else [panels(per_class), first]),
         second,
-        table("domains", summary.domain_rows(arms), "Test accuracy in other ways, at the last evaluated round."),
+        table("domains", summary.domain_rows(arms), DOMAINS.format(capital(said.accuracy))),
     ]
     traffic = table("traffic", summary.traffic_rows(arms), TRAFFIC)
     return [
@@ -202,12 +202,14 @@ def sections(data: ReportData) -> list[Section]:
     ]
 
 
-COMPARISON = (
-    "Test accuracy. “Best” is picked by looking at the test set, so it is optimistic. MB are 1e6 bytes, up and down."
-)
-CLIENTS = "Expected accuracy of each client on test images mixed like its own real rows, at the last evaluated round"
+COMPARISON = "{}. “Best” is picked by looking at {}, so it is optimistic. MB are 1e6 bytes, up and down."
+CLIENTS = "Expected accuracy of each client on {} mixed like its own real rows, at the last evaluated round"
+DOMAINS = "{} in other ways, at the last evaluated round."
 TRAFFIC = "MB over the whole run by direction and group of tensors, without compression."
-SHOWN = "Of one run; the others differ in name, seed, what is listed above and what belongs to it."
+SHOWN = (
+    "Of one run; the others differ in name, seed, perhaps where and how fast they ran, what is listed above and what "
+    "belongs to it."
+)
 TIME = "Where the time of a run went{}. Images and descriptors that were there already only took finding."
 RULE = (
     f"A difference is called far outside the spread when it exceeds {summary.FAR} combined standard deviations over "
@@ -216,13 +218,19 @@ RULE = (
 
 
 def undone(data: ReportData) -> "list[Markup | None]":
-    """How requests to clients ended."""
+    """How requests to clients ended; nothing where there were none."""
     incidents = summary.incidents(data.arms)
+    asking = [arm for arm in data.arms if not arm.pooled]
+    if not incidents and not asking:
+        return []
     if not incidents:
-        asked = sum(len(line["cohort"]) for arm in data.arms for curve in arm.curves for line in curve)
+        asked = sum(len(line["cohort"]) for arm in asking for curve in arm.curves for line in curve)
         return [prose([f"Nothing: {summary.counted(asked, 'request')} to clients, and as many good updates in full."])]
     caption = f"How requests ended{over(data, 'summed')}."
-    return [table("ends", summary.attendance_rows(data.arms), caption) if several(data) else None, bullets(incidents)]
+    return [
+        table("ends", summary.attendance_rows(data.arms), caption) if several(data) and asking else None,
+        bullets(incidents),
+    ]
 
 
 def several(data: ReportData) -> bool:
@@ -272,7 +280,14 @@ def cards(data: ReportData) -> list[Card]:
 
 def note(data: ReportData) -> str:
     """What the large numbers are."""
-    rounds, seeds = summary.window(data.arms), summary.seeds(data.arms)
-    which = f"mean of the last {rounds} rounds, as far as evaluated" if rounds > 1 else "after the last round"
+    rounds, seeds = summary.lengths(data.arms), summary.seeds(data.arms)
+    which = f"{summary.window(rounds)}, as far as evaluated" if max(rounds) > 1 else "after the last round"
     spread = "; ± is the sample standard deviation over seeds" if seeds != "one seed" else ""
-    return f"Test accuracy on real images, {which}, {seeds}{spread}."
+    said = summary.judged(data.arms)
+    what = summary.named(f"{capital(said.accuracy)} on {said.where}", data.arms)
+    return f"{what}, {which}, {seeds}{spread}."
+
+
+def capital(text: str) -> str:
+    """With which a sentence may begin."""
+    return text[:1].upper() + text[1:]

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from .. import record, store
+from .. import record, resume, store
 from ..errors import UserError
+from ..methods import METHODS
 from . import summary
 from .summary import Arm, Curve, Holdings, ReportData
 
@@ -28,7 +29,8 @@ def arm_name(values: dict[str, Any]) -> str:
     return str(values["method"]["name"]) + ("+balance" if values.get("balance", "none") != "none" else "")
 
 
-SAME = ("seed", "name", "track", "memory_MB", "workers")  # what may differ within an arm: it changes no setting
+SAME = ("seed", "name", *(key for key in resume.FREE if key not in ("rounds", "evaluate_every")))
+"""What may differ within an arm: what may change when a run goes on, but for which rounds there are and are judged."""
 
 
 def group(folders: Sequence[Path]) -> dict[str, list[Path]]:
@@ -106,7 +108,7 @@ def _report_data(folders: Sequence[Path], title: str, notes: Sequence[str]) -> R
             *([HELD_OUT.format(values["validation"])] if values.get("validation") else []),
             *unlike(folders),
         ],
-        target=values.get("target"),
+        target=next((t for folder in folders if (t := config(folder).get("target")) is not None), None),
     )
 
 
@@ -116,6 +118,8 @@ def arm(name: str, folders: Sequence[Path]) -> Arm:
     timed = [record.timings(folder) for folder in folders]
     matrices = [confusion(folder) for folder in folders]
     known = [m for m in matrices if m is not None]
+    values = config(folders[0])
+    method = METHODS.get(values["method"]["name"])  # None for somebody's own
     return Arm(
         name=name,
         curves=[curve(folder, lines) for folder, lines in zip(folders, timed, strict=True)],
@@ -125,7 +129,9 @@ def arm(name: str, folders: Sequence[Path]) -> Arm:
         seconds=[summary.spent(t, float(r["seconds"])) if r else {} for t, r in zip(timed, results, strict=True)],
         confusion=np.sum(known, axis=0) if len(known) == len(folders) else None,
         own=any(r.get("models") == "own" for r in results),
-        config=flat(config(folders[0])),
+        pooled=method is not None and method.pooled,
+        judged_on=results[0].get("judged_on") or ("validation" if values.get("validation") else "test"),
+        config=flat(values),
     )
 
 

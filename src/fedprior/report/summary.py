@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,6 +15,8 @@ LAST = 10  # rounds that the headline averages, as far as they were evaluated
 FAR = 3  # combined standard deviations from which a difference is called far outside the spread
 CARDS = 4  # arms whose numbers are said in large type and in sentences; more of them are left to the tables
 WORST = 5  # clients, and pairs of classes, that are named
+TIED = 3  # equally hard classes that are named; more are counted
+LEVEL = 1e-9  # accuracies in [0, 1] that are no further apart are the same, summed in another order
 PARTS = {  # of a run's time, by the keys of a line of timings.jsonl
     "images from the prior": ("generation_seconds",),
     "descriptors": ("description_seconds",),
@@ -24,6 +26,22 @@ PARTS = {  # of a run's time, by the keys of a line of timings.jsonl
 NOTHING = "–"  # where there is no number
 LEAST = 0.005  # seconds of a part that is worth a line
 REST = "data, models, checkpoints"
+
+
+class Judged(NamedTuple):
+    """How accuracies are called, after what they were measured on."""
+
+    accuracy: str
+    images: str
+    whole: str  # all of these images
+    where: str  # with what they are images of
+
+
+JUDGED = {
+    "test": Judged("test accuracy", "test images", "the test set", "real images"),
+    "validation": Judged("validation accuracy", "held-out rows", "the held-out rows", "held-out rows of clients"),
+}
+"""By `judged_on` of result.json."""
 
 Curve = list[dict[str, Any]]
 """The lines of one run's metrics.jsonl, one a round; accuracies are in [0, 1], None where nothing was evaluated. Where
@@ -51,6 +69,8 @@ class Arm:
     seconds: list[dict[str, float]] = field(default_factory=list)  # by what they went into
     confusion: np.ndarray | None = None  # int64 [classes, classes], taken for (across), summed over seeds
     own: bool = False  # whether accuracies are means over clients' own models
+    pooled: bool = False  # whether all data were trained on in one place, so that no client was asked
+    judged_on: str = "test"  # or "validation"; the same for all arms of a page
     config: dict[str, Any] = field(default_factory=dict)  # of the first run, by key of the command line
 
 
@@ -69,6 +89,35 @@ class ReportData:
     environment: dict[str, str]
     notes: list[str]
     target: float | None  # accuracy in [0, 1]
+
+    @property
+    def judged_on(self) -> str:
+        """What accuracies were measured on: "test" or "validation"."""
+        return self.arms[0].judged_on
+
+
+def judged(arms: Sequence[Arm]) -> Judged:
+    """How the accuracies of a page's arms are called."""
+    return JUDGED[arms[0].judged_on]
+
+
+def means(arms: Sequence[Arm]) -> tuple[str, list[str]]:
+    """What accuracies are means over beside rounds and seeds: of every arm, "" where nothing; and of some, by name."""
+    found = {
+        "clients' own models": [arm.name for arm in arms if arm.own],
+        "domains": [arm.name for arm in arms if any("per_domain" in line for curve in arm.curves for line in curve)],
+    }
+    every = [what for what, names in found.items() if len(names) == len(arms)]
+    some = {what: names for what, names in found.items() if 0 < len(names) < len(arms)}
+    told = [f"of {joined(names)}, mean over {what}" for what, names in some.items()]
+    return f"mean over {joined(every)}" if every else "", told
+
+
+def named(accuracy: str, arms: Sequence[Arm]) -> str:
+    """E.g. "test accuracy" or "test accuracy (mean over clients' own models)"."""
+    every, some = means(arms)
+    told = "; ".join([*([every] if every else []), *some])
+    return f"{accuracy} ({told})" if told else accuracy
 
 
 def evaluated(curve: Curve) -> Curve:
@@ -125,9 +174,18 @@ def percent(mean: float | None, spread: float | None = None) -> str:
     return f"{100 * mean:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
 
 
-def window(arms: Sequence[Arm]) -> int:
-    """How many rounds the headline averages: ten, or fewer where no run has as many."""
-    return min(LAST, max(len(curve) for arm in arms for curve in arm.curves))
+def window(rounds: Sequence[int]) -> str:
+    """What the headline of runs of so many rounds is: "mean of the last 10 rounds", "mean of the last 3 to 5 rounds" or
+    "last round"."""
+    few, many = min(LAST, *rounds), min(LAST, max(rounds))
+    if many == 1:
+        return "last round"
+    return f"mean of the last {many} rounds" if few == many else f"mean of the last {few} to {many} rounds"
+
+
+def lengths(arms: Sequence[Arm]) -> list[int]:
+    """Rounds of each run."""
+    return [len(curve) for arm in arms for curve in arm.curves]
 
 
 def seeds(arms: Sequence[Arm]) -> str:
@@ -141,14 +199,14 @@ def seeds(arms: Sequence[Arm]) -> str:
 def comparison(arms: Sequence[Arm], target: float | None) -> list[dict[str, str]]:
     """One row an arm, ready to print; the keys are the column heads."""
     rows = []
-    head = f"mean of last {window(arms)} rounds"
+    head = window(lengths(arms))
     for arm in arms:
         heads = [headline(c) for c in arm.curves]
         spread = {k: percent(*across_seeds([h[k] for h in heads])) for k in ("mean_last10", "last", "best")}
         row = {
             "setting": arm.name,
             head: spread["mean_last10"],
-            "last": spread["last"],
+            **({"last": spread["last"]} if head != window([1]) else {}),
             "best (optimistic)": spread["best"],
             "seeds": str(len(arm.curves)),
             "rounds": str(heads[0]["rounds"]),
@@ -192,16 +250,34 @@ def left_behind(arms: Sequence[Arm], classes: Sequence[str]) -> list[str]:
             worst[arm.name] = mean
     if not worst or len(arms) > CARDS:
         return []
+    several = any(len(arm.curves) > 1 for arm in arms)
+    mean_of = " (a mean of the seeds' worst clients)" if several else ""
     if len(arms) > 1:
-        return [f"The worst client sees {joined([f'{percent(v)} with {name}' for name, v in worst.items()])}."]
+        each = [f"{percent(v)} with {name}" for name, v in worst.items()]
+        return [f"The worst client sees {joined(each)}{mean_of}."]
+    sees = f"The worst client sees {percent(worst[arms[0].name])}{mean_of}"
     rates = class_means(arms[0])
     if np.isnan(rates).all():
-        return [f"The worst client sees {percent(worst[arms[0].name])}."]
-    hardest = int(np.nanargmin(rates))
-    return [
-        f"The worst client sees {percent(worst[arms[0].name])}, and the hardest class is {classes[hardest]} with "
-        f"{rates[hardest]:.1f} %."
-    ]
+        return [f"{sees}."]
+    return [f"{sees}, and {hardest(rates, classes)}{', mean over seeds' if several else ''}."]
+
+
+def hardest(rates: np.ndarray, classes: Sequence[str]) -> str:
+    """Which classes are recognised least, as half a sentence; `rates` percent [classes], not all of them NaN."""
+    least, known = float(np.nanmin(rates)), int(np.isfinite(rates).sum())
+    tied = [classes[k] for k in level(rates, least)]
+    if len(tied) == 1:
+        return f"the hardest class is {tied[0]} with {least:.1f} %"
+    if len(tied) <= TIED:
+        return f"the hardest classes are {joined(tied)} with {least:.1f} % each"
+    if least == 0:
+        return f"{len(tied)} of {known} classes are never recognised"
+    return f"{len(tied)} of {known} classes tie at {least:.1f} % as the hardest"
+
+
+def level(rates: np.ndarray, rate: float) -> list[int]:
+    """The places of a rate among others, all in percent."""
+    return [int(k) for k in np.flatnonzero(np.abs(rates - rate) <= 100 * LEVEL)]
 
 
 def price(arms: Sequence[Arm]) -> list[str]:
@@ -238,22 +314,24 @@ def verdicts(arms: Sequence[Arm]) -> list[str]:
     if base is None:
         return [f"{arm.name} was never evaluated." for arm in arms]
     if not others:
-        return [f"{first.name} reached {percent(base, spread)} test accuracy."]
-    return [against(first.name, base, spread, arm.name, *score(arm)) for arm in others]
+        return [f"{first.name} reached {percent(base, spread)} {named(judged(arms).accuracy, arms)}."]
+    return [against(first, base, spread, arm) for arm in others]
 
 
-def against(
-    first: str, base: float, base_spread: float | None, name: str, mean: float | None, spread: float | None
-) -> str:
+def against(first: Arm, base: float, base_spread: float | None, arm: Arm) -> str:
     """How far an arm is ahead of or behind the first one, measured by the spread over seeds."""
+    mean, spread = score(arm)
     if mean is None:
-        return f"{name} was never evaluated; {first} reached {percent(base, base_spread)}."
+        return f"{arm.name} was never evaluated; {first.name} reached {percent(base, base_spread)}."
     gain = mean - base
-    size = f"{abs(100 * gain):.1f} points"
-    both = f"{name} reached {percent(mean, spread)} test accuracy, {first} {percent(base, base_spread)}"
+    size = f"{100 * abs(gain):.1f} points" if abs(gain) >= 0.0005 else "less than 0.1 points"
+    accuracy = named(judged([arm]).accuracy, [first, arm])
+    both = f"{arm.name} reached {percent(mean, spread)} {accuracy}, {first.name} {percent(base, base_spread)}"
     if spread is None or base_spread is None:
-        more = "more" if gain >= 0 else "less"
-        return f"{both}: {size} {more}, but one seed cannot tell an effect from chance."
+        how = "they are equal" if abs(gain) <= LEVEL else f"{size} {'more' if gain > 0 else 'less'}"
+        return f"{both}: {how}, but one seed cannot tell an effect from chance."
+    if abs(gain) <= LEVEL:
+        return f"{both}: they are equal, so no gain is shown."
     noise = math.hypot(spread, base_spread)
     if abs(gain) <= noise:
         return f"{both}: a difference of {size}, within the spread over seeds, so no gain is shown."
@@ -327,25 +405,35 @@ def domain_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
 
 
 def worst_clients(arms: Sequence[Arm], classes: Sequence[str]) -> list[dict[str, str]]:
-    """The clients of each arm that see least, over all its seeds, worst first: rows, classes and accuracy."""
+    """The clients of each arm that see least, over all its seeds, worst first: rows, classes and accuracy. How many
+    more see as little as the last one named is said in a row of its own."""
     out = []
+    named = WORST if len(arms) == 1 else 3
     for arm in arms:
-        all_of_them = [
+        every = sorted(
             (float(held.accuracy[k]), i, k)
             for i, held in enumerate(arm.clients)
             for k in range(len(held.accuracy))
             if np.isfinite(held.accuracy[k])
-        ]
-        for accuracy, i, k in sorted(all_of_them)[: WORST if len(arms) == 1 else 3]:
+        )
+        for accuracy, i, k in every[:named]:
             held = arm.clients[i]
             row = {"client": f"client {k}" + (f", seed {arm.seeds[i]}" if len(arm.clients) > 1 else "")}
             row |= {"setting": arm.name} if len(arms) > 1 else {}
             row |= {"real rows": f"{held.real[k].sum():,}"}
             row |= {"synthetic rows": f"{held.synthetic[k]:,}"} if any(h.synthetic.any() for h in arm.clients) else {}
             out.append(row | {"real rows by class": by_class(held.real[k], classes), "accuracy": percent(accuracy)})
-    heads = dict.fromkeys(head for row in out for head in row)  # an arm without synthetic rows lacks their column
+        if more := sum(accuracy - every[named - 1][0] <= LEVEL for accuracy, _, _ in every[named:]):
+            out.append({"client": tied(more), "setting": arm.name, "accuracy": out[-1]["accuracy"]})
+    heads = dict.fromkeys(head for row in out if "real rows" in row for head in row)
     order = [h for h in ("client", "setting", "real rows", "synthetic rows") if h in heads]
-    return [{h: row.get(h, "0") for h in [*order, "real rows by class", "accuracy"]} for row in out]
+    absent = lambda row: "0" if "real rows" in row else ""  # an arm without synthetic rows lacks their column
+    return [{h: row.get(h, absent(row)) for h in [*order, "real rows by class", "accuracy"]} for row in out]
+
+
+def tied(more: int) -> str:
+    """The head of the row after the last one that is named, where others are level with it."""
+    return f"and {more} more with as much"
 
 
 def by_class(rows: np.ndarray, classes: Sequence[str], most: int = 3) -> str:
@@ -357,19 +445,24 @@ def by_class(rows: np.ndarray, classes: Sequence[str], most: int = 3) -> str:
 
 
 def mixed_up(arms: Sequence[Arm], classes: Sequence[str]) -> list[dict[str, str]]:
-    """The pairs of classes that are taken for each other most, under any arm: percent of the images of the first."""
+    """The pairs of classes that are taken for each other most, under any arm: percent of the images of the first. How
+    many more are taken as often as the last one named is said in a row of its own."""
     known = {arm.name: shares(arm.confusion) for arm in arms if arm.confusion is not None}
     if not known:
         return []
     apart = {name: x - np.diag(np.diag(x)) for name, x in known.items()}
     most = np.max(list(apart.values()), axis=0)
     pairs = np.argwhere(most > 0)
-    worst = sorted(pairs.tolist(), key=lambda pair: -most[*pair])[:WORST]
-    return [
+    every = sorted(pairs.tolist(), key=lambda pair: -most[*pair])
+    rows = [
         {"class": f"{classes[i]}, taken for {classes[j]}"}
         | {arm.name: f"{apart[arm.name][i, j]:.1f} %" if arm.name in apart else NOTHING for arm in arms}
-        for i, j in worst
+        for i, j in every[:WORST]
     ]
+    if more := sum(most[*every[WORST - 1]] - most[*pair] <= 100 * LEVEL for pair in every[WORST:]):
+        last = {"class": tied(more)} | {arm.name: rows[-1][arm.name] if len(arms) == 1 else "" for arm in arms}
+        rows.append(last)
+    return rows
 
 
 def shares(counts: np.ndarray) -> np.ndarray:
@@ -439,7 +532,7 @@ def run_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
             "setting": arm.name,
             "seed": str(seed),
             "rounds": str(len(curve)),
-            f"mean of last {window(arms)} rounds": percent(headline(curve)["mean_last10"]),
+            window(lengths(arms)): percent(headline(curve)["mean_last10"]),
         }
         for arm in arms
         for run, seed, curve in zip(arm.runs, arm.seeds, arm.curves, strict=False)
@@ -478,7 +571,7 @@ def incidents(arms: Sequence[Arm], most: int = 20) -> list[str]:
 
 
 def attendance_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
-    """How requests to clients ended, summed over seeds, one column an arm."""
+    """How requests to clients ended, summed over seeds, one column an arm; dashes where nobody was asked."""
     counts: dict[str, dict[str, int]] = {}
     for arm in arms:
         lines = [line for curve in arm.curves for line in curve]
@@ -493,7 +586,12 @@ def attendance_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
         }
         counts[arm.name] = ends
     heads = dict.fromkeys(head for ends in counts.values() for head in ends)
-    return [{"requests to clients": head} | {name: f"{counts[name][head]:,}" for name in counts} for head in heads]
+    pooled = [arm.name for arm in arms if arm.pooled]
+    return [
+        {"requests to clients": head}
+        | {name: NOTHING if name in pooled else f"{ends[head]:,}" for name, ends in counts.items()}
+        for head in heads
+    ]
 
 
 def attendance(run: str, curve: Curve) -> list[str]:
