@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .. import record, store, table_forms, tables
+from .. import store, table_forms, tables
 from ..sweep import Sweep, Tally, done, load, tally
 from . import html, summary
 from .html import Card, Section
-from .load import curve
+from .load import arm
 from .summary import Arm
 
 if TYPE_CHECKING:
@@ -118,8 +118,7 @@ def curves_of(folder: Path, sweep: Sweep) -> dict[str, dict[tables.Labels, Arm]]
                 if (cell.row, cell.column) == (row, column) and done(folder, cell)
             ]
             if runs:
-                curves = [curve(run, record.timings(run)) for run in runs]
-                arms[row] = Arm(name=", ".join(row) or "all", curves=curves)
+                arms[row] = arm(", ".join(row) or "all", runs)
         out[table_forms.column_name(column)] = arms
     return out
 
@@ -127,7 +126,7 @@ def curves_of(folder: Path, sweep: Sweep) -> dict[str, dict[tables.Labels, Arm]]
 def figures_of(arms: Mapping[tables.Labels, Arm]) -> "list[Markup | None]":
     from . import figures
 
-    trained = {row: arm for row, arm in arms.items() if all(summary.evaluated(curve) for curve in arm.curves)}
+    trained = {row: one for row, one in arms.items() if all(summary.evaluated(curve) for curve in one.curves)}
     return [html.panels(figures.training(part)) for part in parts_of(trained)]
 
 
@@ -136,8 +135,8 @@ def parts_of(arms: Mapping[tables.Labels, Arm]) -> list[list[Arm]]:
     if len(arms) <= CURVES:
         return [list(arms.values())] if arms else []
     kin: dict[tables.Labels, list[Arm]] = {}
-    for row, arm in arms.items():
-        kin.setdefault(row[:1] if len(row) > 1 else (), []).append(arm)
+    for row, one in arms.items():
+        kin.setdefault(row[:1] if len(row) > 1 else (), []).append(one)
     return [own[i : i + CURVES] for own in kin.values() for i in range(0, len(own), CURVES)]
 
 
