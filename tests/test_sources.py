@@ -661,3 +661,44 @@ def test_a_cache_that_cannot_be_written_names_the_remedy(small, tmp_path, monkey
     with pytest.raises(UserError, match="set FEDPRIOR_CACHE") as raised:
         sources.load("x", path=small)
     one_line(raised)
+
+
+UPRIGHT = {  # EXIF orientation -> what a viewer does to the stored pixels [H, W, 3] (EXIF 2.3, tag 0x0112)
+    1: lambda x: x,
+    2: lambda x: x[:, ::-1],
+    3: lambda x: x[::-1, ::-1],
+    4: lambda x: x[::-1],
+    5: lambda x: x.transpose(1, 0, 2),
+    6: lambda x: x.transpose(1, 0, 2)[:, ::-1],
+    7: lambda x: x.transpose(1, 0, 2)[::-1, ::-1],
+    8: lambda x: x.transpose(1, 0, 2)[::-1],
+}
+
+
+@pytest.mark.parametrize("form", ["webp", "tiff"])  # both without loss; JPEG goes the way of WebP
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_a_picture_is_read_as_a_viewer_shows_it(tmp_path, orientation, form):
+    stored = np.random.default_rng(orientation).integers(0, 256, (6, 10, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for folder in (tmp_path / "train" / "a", tmp_path / "test" / "a"):
+        folder.mkdir(parents=True)
+        how = {"lossless": True} if form == "webp" else {}
+        Image.fromarray(stored).save(folder / f"it.{form}", exif=exif, **how)
+    image = sources.load("own", path=tmp_path).train["image"][0].permute(1, 2, 0).numpy()
+    assert (image == UPRIGHT[orientation](stored)).all()
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
+def test_what_is_transparent_is_white(tmp_path, mode):
+    ink = np.zeros((6, 6, 4), np.uint8)
+    ink[2:4, 2:4] = (0, 0, 0, 255)
+    ink[0, 0] = (0, 0, 0, 128)  # half seen
+    for folder in (tmp_path / "train" / "a", tmp_path / "test" / "a"):
+        folder.mkdir(parents=True)
+        Image.fromarray(ink).convert(mode).save(folder / "it.png")
+    image = sources.load("own", path=tmp_path).train["image"][0]
+    assert (image[:, 2:4, 2:4] == 0).all()
+    assert (image[:, 5, :] == 255).all()
+    if mode != "P":
+        assert image[0, 0, 0] == 255 - 128

@@ -25,7 +25,10 @@ from fedprior.errors import UsageError, UserError, unknown
 from fedprior.tree import Tree
 
 TEST_EVERY = 5  # of a set without a test split, this many images of a class (and domain) give one test image
-DECODER = "2"  # goes up when the same files would decode to other values
+DECODER = "3"  # goes up when the same files would decode to other values
+
+CAMERAS = ("JPEG", "MPO", "WEBP")  # formats whose EXIF says how the camera was held; Pillow turns a TIFF itself
+ORIENTATION = 0x0112  # its tag
 
 Size = tuple[int, int]  # width, height in pixels
 
@@ -423,22 +426,46 @@ def _opened(rows: Rows, column: str, use: Callable[[int, Any], None]) -> None:
 
 def _commonest_size(rows: Rows, column: str) -> Size:
     sizes: Counter[Size] = Counter()
-    _opened(rows, column, lambda row, image: sizes.update([image.size]))
+    _opened(rows, column, lambda row, image: sizes.update([image.size[::-1] if _on_its_side(image) else image.size]))
     return max(sizes, key=lambda size: (sizes[size], size[0] * size[1], size))
 
 
 def pixels(rows: Rows, column: str, size: Size) -> Tensor:
-    """All images in RGB and fitted to the size, uint8 [n, 3, H, W]. Raises UserError, with file and row, for one that
-    cannot be decoded."""
+    """All images in RGB, upright, on white, and fitted to the size, uint8 [n, 3, H, W]. Raises UserError, with file and
+    row, for one that cannot be decoded."""
+    from PIL import ImageOps
+
     out = np.empty((len(rows.columns), 3, size[1], size[0]), dtype=np.uint8)
 
     def put(row: int, image: Any) -> None:
         if image.mode[0] in "IF":  # converting would clip, not scale
             raise ValueError(f"it has more than 8 bits a channel (mode {image.mode})")
-        out[row] = _fitted(image.convert("RGB"), size)
+        out[row] = _fitted(_opaque(ImageOps.exif_transpose(image) if _turned(image) else image), size)
 
     _opened(rows, column, put)
     return torch.from_numpy(out)
+
+
+def _turned(image: Any) -> int:
+    """The EXIF orientation, 2 to 8, of a picture that a camera stored turned or mirrored; 0 for all others."""
+    if image.format not in CAMERAS:  # a PNG would be decoded to look for it
+        return 0
+    orientation = image.getexif().get(ORIENTATION, 1)
+    return orientation if orientation in range(2, 9) else 0
+
+
+def _on_its_side(image: Any) -> bool:
+    return _turned(image) >= 5
+
+
+def _opaque(image: Any) -> Any:
+    """In RGB; what is transparent shows white."""
+    from PIL import Image
+
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    over = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", over.size, "white"), over).convert("RGB")
 
 
 def _resized(images: Tensor, size: Size) -> Tensor:
