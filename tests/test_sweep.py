@@ -314,3 +314,13 @@ def test_a_figure_of_a_sweep_s_page_has_few_lines_and_rows_of_one_kind_together(
     few = dict(list(many.items())[:5])
     assert [len(part) for part in sweep_page.parts_of(few)] == [5]
     assert sweep_page.parts_of({}) == []
+
+
+def test_a_key_given_twice_or_set_by_a_paper_s_axis_is_refused():
+    for words in (["steps=1,2", "steps=3,4"], ["batch_size=8,4", "batch-size=2"]):
+        with pytest.raises(UsageError, match="has several values already"):
+            grid(words)
+    assert next(cell.words for cell in grid(["steps=9", "steps=1,2"]).cells())[:2] == ("steps=9", "steps=1")
+    for word in ("target=0.5", "partition.alpha=0.3", "method=moon"):
+        with pytest.raises(UsageError, match=f"'{word}' is set by the table's axis"):
+            named.named("gen-fedsd/table3", ["scale=smoke", word])

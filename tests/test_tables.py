@@ -86,6 +86,7 @@ def test_with_fewer_than_three_seeds_the_best_alone_is_strong():
     assert strongest(values, lower=True) == [("a",)]
     assert strongest({("a",): {}}) == []
     assert strongest({("a",): {0: 1.0, 1: 9.0}, ("b",): {0: 2.0, 1: 5.0}}) == [("a",)]  # no test tells them apart
+    assert strongest({("a",): {0: 2.0}, ("b",): {0: 2.0}, ("c",): {0: 1.0}}) == [("a",), ("b",)]  # but for equals
 
 
 def test_rows_are_compared_over_the_seeds_that_all_have():

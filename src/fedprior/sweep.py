@@ -105,6 +105,8 @@ def grid(words: Sequence[str], columns: Sequence[str] = (), name: str = "") -> S
     seeds: tuple[int, ...] = (0,)
     for word in words:
         key, equals, text = word.partition("=")
+        if key.replace("-", "_") in {axis.name.replace("-", "_") for axis in axes}:
+            raise UsageError(f"{key}= has several values already; give all of them in one word")
         values = several(key, text) if equals else [text]
         if key == "name":
             name = text
@@ -328,7 +330,7 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
 
     def hire() -> None:
         child = subprocess.Popen(
-            [sys.executable, "-c", "import sys; from fedprior.sweep import main; main(sys.argv[1])", str(folder)],
+            [sys.executable, "-P", "-c", "import sys; from fedprior.sweep import main; main(sys.argv[1])", str(folder)],
             stdin=subprocess.PIPE,  # nothing comes; its end tells that this process is gone
             stdout=subprocess.PIPE,
             text=True,

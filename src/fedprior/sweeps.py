@@ -53,7 +53,8 @@ EMBEDDED = (
     "small CNN, classes filled up to 300 rows at most from pools of 100 images a class"
 )
 SMOKE = (
-    "the embedded digits and their prior, 8 clients of which 4 take part in each of 6 rounds with 8 steps, two seeds"
+    "the embedded digits and their prior, dealt by a plain Dirichlet to 8 clients of which 4 take part in each of 6 "
+    "rounds with 8 steps of a small CNN, pools of 20 images a class in 5 sampling steps, two seeds"
 )
 CPU = ("net=cnn", "steps=30", "rounds=30", "precision=fp32", "balance.pool_size=100", "evaluate_every=1")
 TINY = (
@@ -80,7 +81,9 @@ CIFAR10_SCALES = {
 }
 CIFAR100_SCALES = {
     "full": Scale(("gen-fedsd/cifar100",), ""),
-    "gpu-hour": Scale(("gen-fedsd/cifar100", *GPU, "balance.pool_size=50"), f"{GPU_SAYS}; 50 images a class"),
+    "gpu-hour": Scale(
+        ("gen-fedsd/cifar100", *GPU, "balance.pool_size=50"), GPU_SAYS.replace("pools of 200", "pools of 50")
+    ),
     "smoke": Scale(TINY, SMOKE, (0, 1)),
 }
 
@@ -132,8 +135,9 @@ FEDDIFRC_TERMS = Axis(
 )
 GUIDED = (
     "an embedded prior of 11.5 MB in the place of Stable Diffusion 2.1, the half of the training images that it has "
-    "not seen, a small CNN, 10 clients of which 5 take part in each of 20 rounds with 30 steps of SGD; layer 3 and "
-    "timestep 150, which suit that prior, where a row names no layers (the paper's are 2,3,4 and 300)"
+    "not seen, a small CNN without crops and flips, 10 clients of which 5 take part in each of 20 rounds with 30 steps "
+    "of SGD; timestep 150, and layer 3 where a row names no others, which suit that prior (the paper's are 300 and "
+    "2,3,4)"
 )
 GUIDED_SMOKE = (
     "the embedded digits and their prior, 10 clients of which 4 take part in each of 6 rounds with 8 steps of a small "
@@ -210,6 +214,12 @@ def named(name: str, words: list[str]) -> Sweep:
         else:
             more.append(word)
     made = SWEEPS[name](scale)
+    for axis in (*made.rows, *made.columns):
+        set_there = {word.partition("=")[0] for value in axis.values.values() for word in value}
+        if clash := [word for word in more if word.partition("=")[0].replace("-", "_") in set_there]:
+            raise UsageError(
+                f"'{clash[0]}' is set by the table's axis '{axis.name}'; leave it out, or sweep a grid of your own"
+            )
     changed: dict[str, Any] = {"base": (*made.base, *more), "seeds": seeds or made.seeds, "name": own or made.name}
     if [word for word in more if word.partition("=")[0] not in PLACES]:
         changed["scale"] = "; ".join(filter(None, [made.scale, f"changed: {' '.join(more)}"]))
@@ -223,11 +233,11 @@ VANILLA = (
     "* The paper's vanilla FedProx and FedNova are far below its FedAvg, which its stated settings cannot explain: "
     "with equal local steps FedNova is FedAvg (docs/papers.md)."
 )
-SCAFFOLD_NOTE = "* The paper's SCAFFOLD ran with a server step ten times the algorithm's (docs/papers.md)."
-SCAFFOLD_MB = (
-    "* The paper's SCAFFOLD ran with a server step ten times the algorithm's, and its control variates are not in the "
-    "paper's MB (docs/papers.md); here they count."
+SCAFFOLD_NOTE = (
+    "* FedZoo-Bench, on which the paper says that it was built, has a control variate of SCAFFOLD ten times too large, "
+    "which may be behind these rows (docs/papers.md)."
 )
+SCAFFOLD_MB = f"{SCAFFOLD_NOTE} Control variates are not in the paper's MB; here they count."
 
 
 def _table(

@@ -154,8 +154,9 @@ def strongest(values: Mapping[Labels, Mapping[int, float | None]], lower: bool =
         return []
     means = {row: math.fsum(x) / len(x) for row, x in full.items()}
     best = (min if lower else max)(means, key=lambda row: means[row])
-    apart = lambda x: differs(np.subtract(x, full[best]))
-    return [row for row, x in full.items() if row == best or (len(seeds) >= LEAST and not apart(x))]
+    gaps = {row: np.subtract(x, full[best]) for row, x in full.items()}
+    equal = lambda gap: bool((np.abs(gap) <= 1e-9).all())  # such as FedNova and FedAvg, whatever the seeds
+    return [row for row, gap in gaps.items() if equal(gap) or (len(seeds) >= LEAST and not differs(gap))]
 
 
 def differs(gaps: np.ndarray) -> bool:
