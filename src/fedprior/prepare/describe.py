@@ -24,8 +24,9 @@ from fedprior.priors import descriptor
 from fedprior.priors.base import Prior
 from fedprior.priors.descriptor import Basis, Description
 from fedprior.priors.encoder import ImageEncoder
+from fedprior.priors.encodings import LOT
 
-FORMAT = "fedprior descriptors 1"  # enters every key; another number leaves older folders alone
+FORMAT = "fedprior descriptors 2"  # enters every key; another number leaves older folders alone
 BLOCK = 256  # images of a file at most
 FLUSH_SECONDS = 60  # a file is written after this time too: what an interruption loses at most
 PAIRS = 128  # of image and prompt that are described at a time
@@ -220,11 +221,12 @@ class Describer:
         block: list[Item] = []
         values: dict[int, list[Tensor]] = {level: [] for level in basis}
         began = time.monotonic()
-        each = max(1, PAIRS // len(items[0].prompts))
+        each = max(LOT, PAIRS // len(items[0].prompts) // LOT * LOT)
         for first in range(0, len(items), each):
             part = items[first : first + each]
-            for level, x in self.compute(images[[item.row for item in part]], part, basis).items():
-                values[level].append(x.cpu())
+            full = part + part[-1:] * (-len(part) % LOT)  # so that an image does not depend on its lot in a single bit
+            for level, x in self.compute(images[[item.row for item in full]], full, basis).items():
+                values[level].append(x[: len(part)].cpu())
             block += part
             last = first + each >= len(items)
             if last or len(block) + each > BLOCK or time.monotonic() - began > FLUSH_SECONDS:
