@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import shutil
 
 import numpy as np
@@ -51,12 +52,12 @@ def go(root, words):
     return run(override(Experiment(), words), root, report=False)
 
 
-def call(*words):
-    """-> (the JSON line, stdout, stderr). Raises what the command raises."""
+def call(*words, code=0):
+    """-> (the JSON line, stdout, stderr) of a command that ends with this code. Raises what it raises."""
     found = CliRunner().invoke(app, ["predict", *map(str, words), "--json"], catch_exceptions=False)
     if found.exception is not None and not isinstance(found.exception, SystemExit):
         raise found.exception
-    assert found.exit_code == 0, found.output
+    assert found.exit_code == code, found.output
     return json.loads(found.stdout.strip().splitlines()[-1]), found.stdout, found.stderr
 
 
@@ -200,8 +201,9 @@ def test_parquet_files_give_the_accuracy_too_and_their_classes_may_be_in_another
     assert (few["images"], few["labelled"]) == (5, 5)
     rows["image"][3]["bytes"] = b"torn"
     pq.write_table(pa.table(rows), tmp_path / "torn.parquet")
-    with pytest.raises(UserError, match=r"the image in row 3 of .*torn.parquet cannot be decoded"):
-        call(directory, tmp_path / "torn.parquet", "--batch", "2")
+    torn, _, said = call(directory, tmp_path / "torn.parquet", "--batch", "2", code=1)
+    assert f"row 3 of {tmp_path / 'torn.parquet'} could not be read: it is not an image" in said
+    assert (torn["images"], torn["unreadable"], torn["predictions"][3]["top"]) == (len(names), 1, [])
 
 
 def test_a_column_that_is_no_label_costs_the_accuracy_only_unless_it_was_named(trained, tmp_path):
@@ -217,7 +219,7 @@ def test_a_column_that_is_no_label_costs_the_accuracy_only_unless_it_was_named(t
     with pytest.raises(UsageError, match=r"unknown label column of .* 'what'"):
         call(trained[0], file, "--label", "what")
     pq.write_table(pa.table({"image": images, "other": images, "label": [1, 10]}), file)
-    with pytest.raises(UserError, match=r"several image columns \(image, other\) .*; choose one with --image $"):
+    with pytest.raises(UserError, match=r"several image columns \(image, other\) .*; choose one with --image COLUMN$"):
         call(trained[0], file)
     with pytest.raises(UserError, match=r"row 1 of .* has label 10, which is not one of the 10 classes"):
         call(trained[0], file, "--image", "other", "--label", "label")
@@ -248,22 +250,199 @@ def test_single_images_and_folders_are_found_recursively_and_fitted_as_for_train
     assert call(trained[0], tmp_path / "loose")[0]["images"] == 3
 
 
-def test_a_table_of_all_predictions_is_written_whole_or_not_at_all(trained, folder, tmp_path):
+def test_a_table_of_all_predictions_is_written_whole_or_not_at_all(trained, folder, tmp_path, monkeypatch):
     out = tmp_path / "p.csv"
     result, text, _ = call(trained[0], folder / "seven", folder, "--out", out, "--top", "2")
     rows = list(csv.DictReader(out.open(newline="")))
     assert result["images"] == len(rows) == int(text.partition(" predictions are in")[0])
-    assert list(rows[0]) == ["image", "label", "class_1", "probability_1", "class_2", "probability_2"]
+    assert list(rows[0]) == ["image", "label", "class_1", "probability_1", "class_2", "probability_2", "error"]
+    assert {row["error"] for row in rows} == {""}
+    assert [row["image"] for row in rows] == [
+        str(p) for p in (*sorted((folder / "seven").iterdir()), *sorted(folder.glob("*/*.png")))
+    ]
     labels = [row["label"] for row in rows]
     sevens = len(list((folder / "seven").iterdir()))
     assert labels[:sevens] == [""] * sevens
     assert sorted(labels[sevens:]) == sorted(p.parent.name for p in folder.glob("*/*.png"))
-    torn = tmp_path / "bad" / "x.png"
-    torn.parent.mkdir()
-    torn.write_bytes(b"no image")
-    with pytest.raises(UserError, match=r"x.png .*cannot be decoded"):
-        call(trained[0], folder / "seven", torn, "--out", tmp_path / "q.csv")
+    logits, calls = predict.Classifier.logits, []
+
+    def diverged(classifier, images):
+        calls.append(len(images))
+        if len(calls) == 2:
+            raise UserError("the model gives no finite numbers")
+        return logits(classifier, images)
+
+    monkeypatch.setattr(predict.Classifier, "logits", diverged)
+    with pytest.raises(UserError, match="no finite numbers"):
+        call(trained[0], folder / "seven", "--batch", "3", "--out", tmp_path / "q.csv")
     assert not (tmp_path / "q.csv").exists()
+
+
+def test_what_cannot_be_read_is_named_and_all_else_is_answered(trained, folder, tmp_path):
+    whole, _, _ = call(trained[0], folder / "two")
+    for name in ("one", "two"):
+        shutil.copytree(folder / name, tmp_path / "set" / name)
+    (tmp_path / "set" / "two" / "000.png").write_bytes(b"")
+    (tmp_path / "set" / "two" / "zzz\x1b[31m.jpg").write_bytes(b"no image")
+    (tmp_path / "set" / "one" / "gone.png").symlink_to("nowhere.png")
+    n = sum(len(list((folder / name).iterdir())) for name in ("one", "two")) + 3
+    for batch in ("1", "5", "1000"):
+        result, _, said = call(trained[0], tmp_path / "set", "--top", "3", "--batch", batch, code=1)
+        assert (result["images"], result["unreadable"], result["labelled"]) == (n, 3, n - 3)
+        assert said.rstrip().endswith(f"3 of {n} images could not be read")
+        assert f"{tmp_path / 'set' / 'one' / 'gone.png'} could not be read: No such file or directory" in said
+        assert "zzz [31m.jpg could not be read: it is not an image" in said
+        assert "\x1b" not in said
+        errors = [one for one in result["predictions"] if one["error"]]
+        assert [one["top"] for one in errors] == [[]] * 3
+        twos = [one for one in result["predictions"] if one["label"] == "two" and not one["error"]]
+        assert [one["top"][0]["class"] for one in twos] == [one["top"][0]["class"] for one in whole["predictions"]]
+    out = tmp_path / "p.csv"
+    _, text, _ = call(trained[0], tmp_path / "set", "--out", out, code=1)
+    assert f"{n - 3} predictions are in" in text
+    rows = list(csv.DictReader(out.open(newline="")))
+    bad = {
+        row["image"].rpartition("/")[2]: (row["label"], row["class_1"], row["error"]) for row in rows if row["error"]
+    }
+    assert len(rows) == n
+    assert bad == {
+        "000.png": ("two", "", "it is not an image"),
+        "zzz\x1b[31m.jpg": ("two", "", "it is not an image"),
+        "gone.png": ("one", "", "No such file or directory"),
+    }
+    alone, text, _ = call(trained[0], tmp_path / "set" / "two" / "000.png", code=1)
+    assert (alone["images"], alone["unreadable"]) == (1, 1)
+    assert "not read" in text
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(trained, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    shutil.copy(next((folder / "one").iterdir()), tmp_path / "\x1b[31mred\n.png")
+    result, text, said = call(trained[0], tmp_path)
+    assert "\x1b" not in text + said
+    assert "[31mred .png" in text
+    assert result["predictions"][0]["image"] == str(tmp_path / "\x1b[31mred\n.png")
+
+
+def test_a_name_that_is_no_text_is_read_and_written(trained, folder, tmp_path):
+    file = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    shutil.copy(next((folder / "one").iterdir()), file)
+    call(trained[0], tmp_path, "--out", tmp_path / "p.csv")
+    (row,) = csv.DictReader((tmp_path / "p.csv").open(newline=""))
+    assert row["image"] == str(tmp_path / r"caf\xe9.png")
+    result, _, _ = call(trained[0], tmp_path)
+    assert result["images"] == 1
+
+
+def test_only_folders_that_are_all_called_so_are_splits(trained, folder, tmp_path):
+    image = next((folder / "one").iterdir())
+
+    def put(*places):
+        root = tmp_path / str(len(list(tmp_path.iterdir())))
+        for place in places:
+            (root / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(image, root / place)
+        return root, *call(trained[0], root)
+
+    root, result, _, said = put("test/june/a.png", "holiday/b.png", "holiday/c.png")
+    assert result["images"] == 3
+    assert "left aside" not in said
+    root, result, _, said = put(
+        "val/x/a.png", "train/x/b.png", "train/x/c.png", "cover.png", ".git/x.png", "notes/x.txt"
+    )
+    assert [one["image"] for one in result["predictions"]] == [str(root / "val" / "x" / "a.png")]
+    assert f"of {root} only the split val is read (1 image); left aside: 3 images in train" in said
+    root, result, _, said = put(
+        "train/a.png", "test/b.png"
+    )  # no class folders below: nothing says that these are splits
+    assert result["images"] == 2
+    root, result, _, said = put("test/one/a.png", "test/two/b.png")
+    assert (result["images"], result["labelled"]) == (2, 2)
+    assert "left aside" not in said
+
+
+def test_accuracy_is_over_the_images_whose_class_is_known(trained, folder, tmp_path):
+    directory, curve = trained
+    shutil.copytree(folder, tmp_path / "set")
+    (tmp_path / "set" / "unsorted").mkdir()
+    for k, file in enumerate(sorted(folder.glob("*/*.png"))[:3]):
+        shutil.copy(file, tmp_path / "set" / "unsorted" / f"{k}.png")
+    shutil.copy(file, tmp_path / "set" / "cover.png")
+    n = len(digits.test()["label"])
+    result, _, said = call(directory, tmp_path / "set")
+    assert (result["accuracy"], result["labelled"], result["images"]) == (curve[-1]["accuracy"], n, n + 4)
+    remark = f"accuracy over {n} of {n + 4} images, 1 without a label and 3 of no class of the model ('unsorted')"
+    assert f"{tmp_path / 'set'}: {remark}" in said
+
+
+def test_links_are_followed_and_what_is_no_picture_is_passed_over(trained, folder, tmp_path):
+    root = tmp_path / "set"
+    root.mkdir()
+    for name in ("one", "two"):
+        (root / name).symlink_to(folder / name)
+    (root / "loop").symlink_to(".")
+    (root / "up").symlink_to("..")
+    (root / "__MACOSX" / "one").mkdir(parents=True)
+    for file in ("__MACOSX/one/x.png", "._x.png", ".hidden.png"):
+        (root / file).write_bytes(b"none")
+    (root / "three").mkdir()
+    (root / "three" / "sub.png").mkdir()
+    result, _, said = call(trained[0], root)
+    assert [one["image"] for one in result["predictions"]] == [
+        str(root / name / p.name) for name in ("one", "two") for p in sorted((folder / name).iterdir())
+    ]
+    assert result["labelled"] == result["images"]
+    assert "accuracy" not in said
+
+
+def test_files_that_may_be_images_of_another_kind_are_counted(trained, folder, tmp_path):
+    shutil.copy(next((folder / "one").iterdir()), tmp_path / "a.PNG")
+    for name in ("b.HEIC", "c.jxl", "notes.txt", "README", "Thumbs.db", ".DS_Store"):
+        (tmp_path / name).write_bytes(b"x")
+    result, _, said = call(trained[0], tmp_path)
+    assert result["images"] == 1
+    assert f"2 files of {tmp_path} were left out: .heic, .jxl; convert them to .jpg or .png" in said
+    (tmp_path / "a.PNG").unlink()
+    with pytest.raises(UserError, match=r"there is no image in .*; images end in .*\.webp, not \.heic, \.jxl"):
+        call(trained[0], tmp_path)
+
+
+def test_a_table_beside_photos_hides_neither(trained, folder, tmp_path):
+    files = sorted((folder / "one").iterdir())[:3]
+    for file in files:
+        shutil.copy(file, tmp_path)
+    pq.write_table(pa.table({"name": ["a", "b"]}), tmp_path / "index.parquet")
+    pq.write_table(pa.table({"name": ["a", "b"]}), tmp_path / "more.parquet")
+    result, _, said = call(trained[0], tmp_path)
+    assert [one["image"] for one in result["predictions"]] == [str(tmp_path / file.name) for file in files]
+    assert f"index.parquet, more.parquet in {tmp_path}: left aside, since no image is in there" in said
+    (tmp_path / "more.parquet").unlink()
+    images = encoded(tmp_path / "png", digits.test()["image"][:2])
+    shutil.rmtree(tmp_path / "png")
+    pq.write_table(pa.table({"image": images}), tmp_path / "index.parquet")
+    result, _, said = call(trained[0], tmp_path)
+    assert result["images"] == 2
+    assert f"3 images of {tmp_path} beside its parquet files: left aside" in said
+    for part, n in (("train", 2), ("test", 1)):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"image": images[:n]}), tmp_path / "set" / f"{part}.parquet")
+    _, _, said = call(trained[0], tmp_path / "set")
+    assert f"of {tmp_path / 'set'} only the split test is read (1 image); left aside: train" in said
+    for file in files:
+        (tmp_path / file.name).unlink()
+    pq.write_table(pa.table({"name": ["a", "b"]}), tmp_path / "index.parquet")
+    shutil.rmtree(tmp_path / "set")
+    with pytest.raises(UserError, match=r"has no image column among name; choose one with --image COLUMN$"):
+        call(trained[0], tmp_path)
+
+
+def test_where_rows_say_domains_the_line_says_that_images_count_alike(trained, tmp_path):
+    rows = {"image": encoded(tmp_path / "png", digits.test()["image"][:2]), "label": ["one", "two"]}
+    pq.write_table(pa.table(rows | {"domain": ["a", "b"]}), tmp_path / "x.parquet")
+    pq.write_table(pa.table(rows), tmp_path / "y.parquet")
+    line = "Each image counts alike; a run with domains gives the mean over them."
+    assert line in call(trained[0], tmp_path / "x.parquet")[1]
+    assert line not in call(trained[0], tmp_path / "y.parquet")[1]
 
 
 # What cannot be used ------------------------------------------------------------------------------------
@@ -273,6 +452,21 @@ def test_a_run_without_a_global_model_says_so(tmp_path, folder):
     go(tmp_path, [*WORDS, "rounds=1", "method=fedproto", "name=own"])
     with pytest.raises(UserError, match=r"own has no global model: with method=fedproto .* each client keeps a part"):
         call(tmp_path / "own", folder)
+
+
+def test_a_model_that_is_gone_comes_back_as_the_message_says(trained, folder, tmp_path):
+    directory = tmp_path / "it"
+    shutil.copytree(trained[0], directory)
+    before = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(
+        UserError, match=r"model.safetensors is gone; remove result.json there and `fedprior run"
+    ) as said:
+        predict.load(directory)
+    assert "\n" not in str(said.value)
+    (directory / "result.json").unlink()
+    go(tmp_path, [*WORDS, "name=it"])
+    assert (directory / "model.safetensors").read_bytes() == before
 
 
 def test_a_file_of_an_older_version_names_what_is_missing_and_can_be_written_again(trained, tmp_path):
@@ -295,6 +489,8 @@ def test_what_is_no_model_is_one_line(trained, tmp_path):
     file = tmp_path / "m.safetensors"
     with pytest.raises(UserError, match=r"there is no .*nowhere; name a run directory"):
         predict.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"there is no a*; name a run directory"):
+        predict.load("a" * 300)
     with pytest.raises(UserError, match="is no run directory"):
         predict.load(tmp_path)
     file.write_bytes(b"abc")
@@ -319,6 +515,7 @@ def test_wrong_words_are_one_line(trained, folder, tmp_path):
     (tmp_path / "x.txt").write_text("x")
     for words, kind, message in [
         ([folder / "no.png"], UserError, "there is no "),
+        ([folder / ("a" * 300)], UserError, "there is no .*; name an image"),
         ([tmp_path / "empty"], UserError, "there is no image in "),
         ([tmp_path / "x.txt"], UserError, "is neither an image nor a parquet file"),
         ([folder, "--device", "gpu"], UsageError, "unknown device 'gpu'; "),
@@ -327,3 +524,58 @@ def test_wrong_words_are_one_line(trained, folder, tmp_path):
         with pytest.raises(kind, match=message) as error:
             call(trained[0], *words)
         assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float64, torch.bfloat16])
+def test_weights_of_another_floating_type_become_the_runs(trained, tmp_path, kind):
+    flat, whole = load_file(trained[0] / "model.safetensors"), predict.load(trained[0])
+    other = {name: x.to(kind) if x.is_floating_point() else x for name, x in flat.items()}
+    save_file(other, tmp_path / "m.safetensors", {"about": json.dumps(whole.about)})
+    loaded = predict.load(tmp_path / "m.safetensors")
+    assert {x.dtype for x in loaded.weights["params"].values()} == {torch.float32}
+    images = digits.test()["image"]
+    same = (loaded(images).argmax(1) == whole(images).argmax(1)).float().mean()
+    assert same == 1 if kind == torch.float64 else same > 0.95
+
+
+def test_weights_of_another_kind_are_refused(trained, tmp_path):
+    flat, about = load_file(trained[0] / "model.safetensors"), predict.load(trained[0]).about
+    for name, kind in (
+        ("head.bias", torch.int64),
+        ("head.bias", torch.complex64),
+        ("body.1.num_batches_tracked", torch.float32),
+    ):
+        other = flat | {name: flat[name].to(kind)}
+        save_file(other, tmp_path / "m.safetensors", {"about": json.dumps(about)})
+        with pytest.raises(UserError, match=rf"m.safetensors cannot be used \(its tensor {name} holds {kind}, not "):
+            predict.load(tmp_path / "m.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("size", [16.5, 16]), ("size", [16.0, 16.0]), ("size", [100_000, 100_000]), ("size", [0, 16]), ("size", 16),
+        ("mean", None), ("mean", [0.5]), ("mean", ["a", "b", "c"]), ("mean", [float("nan")] * 3),
+        ("std", [0.5, 0.0, 0.5]), ("net", {}), ("net", "nowhere"), ("precision", "int4"), ("precision", []),
+        ("method", 3), ("settings", []), ("settings", {"nothing": 1}), ("classes", []), ("classes", "abc"),
+        ("classes", [1, 2]), ("classes", ["a"]),
+    ],
+)  # fmt: skip
+def test_metadata_that_no_run_writes_are_one_line_with_the_file(trained, tmp_path, key, value):
+    file, about = tmp_path / "m.safetensors", predict.load(trained[0]).about
+    save_file(load_file(trained[0] / "model.safetensors"), file, {"about": json.dumps(about | {key: value})})
+    with pytest.raises(
+        UserError, match=r"m.safetensors cannot be used \(.*\); take the file as a run wrote it"
+    ) as said:
+        predict.load(file)
+    assert "\n" not in str(said.value)
+
+
+def test_a_photo_of_100_megapixels_is_read_and_a_bomb_is_one_line(trained, tmp_path, monkeypatch, recwarn):
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow warns above and refuses twice as many
+    Image.new("RGB", (40, 40)).save(tmp_path / "a.png")
+    Image.new("RGB", (50, 50)).save(tmp_path / "b.png")
+    result, _, said = call(trained[0], tmp_path, code=1)
+    assert [bool(one["error"]) for one in result["predictions"]] == [False, True]
+    assert not [w for w in recwarn if issubclass(w.category, Image.DecompressionBombWarning)]
+    assert len(said.strip().splitlines()) == 3  # progress, the image, the count

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from PIL import features as pillow
 
 from fedprior import store
 from fedprior.data import digits, origins, sources
@@ -702,3 +703,97 @@ def test_what_is_transparent_is_white(tmp_path, mode):
     assert (image[:, 5, :] == 255).all()
     if mode != "P":
         assert image[0, 0, 0] == 255 - 128
+
+
+def test_notes_of_a_png_count_and_damaged_ones_do_not(tmp_path):
+    stored = np.random.default_rng(0).integers(0, 256, (6, 10, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    torn = exif.tobytes()[:18]
+    for name, notes in (("whole", exif), ("torn", torn), ("none", b"Exif\0\0rubbish")):
+        for split in ("train", "test"):
+            folder = tmp_path / name / split / "a"
+            folder.mkdir(parents=True)
+            Image.fromarray(stored).save(folder / "it.png", exif=notes)
+    whole = sources.load("x", path=tmp_path / "whole").train["image"][0].permute(1, 2, 0).numpy()
+    assert np.array_equal(whole, np.rot90(stored, -1))
+    for name in ("torn", "none"):
+        found = sources.load("x", path=tmp_path / name).train["image"][0].permute(1, 2, 0).numpy()
+        assert np.array_equal(found, stored)
+
+
+def test_the_commonest_size_is_that_of_upright_pictures(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    for split in ("train", "test"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        for k in range(3):
+            Image.new("RGB", (9, 6)).save(tmp_path / split / "a" / f"{k}.jpg", exif=exif if k else b"")
+    assert sources.load("x", path=tmp_path).train["image"].shape == (3, 3, 9, 6)
+
+
+@pytest.mark.skipif(not pillow.check("avif"), reason="this Pillow reads no AVIF")
+def test_avif_is_read_where_pillow_reads_it(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    colour = np.zeros((16, 24, 3), dtype=np.uint8)
+    colour[:8] = 255  # the upper half, which is the right one once it is upright
+    for split in ("train", "test"):
+        (tmp_path / split / "a").mkdir(parents=True)
+        Image.fromarray(colour).save(tmp_path / split / "a" / "it.avif", exif=exif)
+    image = sources.load("x", path=tmp_path).train["image"][0].float().mean(0)
+    assert image.shape == (24, 16)
+    assert image[:, 9:].mean() > 240
+    assert image[:, :7].mean() < 15
+
+
+# --- folders ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_picture_is_passed_over_and_links_are_followed(tmp_path):
+    class_folders(tmp_path / "set", {"a": 10, "b": 10})
+    root = tmp_path / "set"
+    plain = sources.load("x", path=root)
+    (root / "b").rename(tmp_path / "elsewhere")
+    (root / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "deep").mkdir()
+    for name in ("007.png", "008.png", "009.png"):
+        (tmp_path / "elsewhere" / name).rename(tmp_path / "elsewhere" / "deep" / name)
+    (tmp_path / "elsewhere" / "deep").rename(tmp_path / "deep")
+    (tmp_path / "elsewhere" / "deep").symlink_to(tmp_path / "deep")
+    (tmp_path / "deep" / "back").symlink_to(root)
+    (root / "a" / "back").symlink_to("..")
+    (root / "loop").symlink_to(".")
+    for name in ("a/._000.png", ".hidden/x.png", "__MACOSX/a/000.png", "a/.thumbs/x.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"no image")
+    (root / "a" / "folder.png").mkdir()
+    assert equal(sources.load("x", path=root), plain)
+
+
+def test_a_link_to_nothing_is_missed(tmp_path):
+    class_folders(tmp_path / "set", {"a": 10})
+    (tmp_path / "set" / "a" / "gone.png").symlink_to("nowhere.png")
+    with pytest.raises(UserError, match=r"cannot read .*gone\.png \(No such file or directory\)") as raised:
+        sources.load("x", path=tmp_path / "set")
+    one_line(raised)
+
+
+def test_names_that_are_no_text(tmp_path):
+    class_folders(tmp_path / "set", {"a": 10})
+    plain = sources.load("x", path=tmp_path / "set")
+    first = tmp_path / "set" / "a" / "000.png"
+    os.rename(first, os.fsencode(first.parent) + b"/00\xe9.png")  # after 009
+    found = sources.load("x", path=tmp_path / "set")
+    assert sorted(found.train["image"].flatten(1).tolist() + found.test["image"].flatten(1).tolist()) == sorted(
+        plain.train["image"].flatten(1).tolist() + plain.test["image"].flatten(1).tolist()
+    )
+    os.rename(first.parent, os.fsencode(tmp_path / "set") + b"/caf\xe9")
+    with pytest.raises(UserError, match=r"the name of the class folder .*caf.* is not UTF-8; rename it") as raised:
+        sources.load("x", path=tmp_path / "set")
+    one_line(raised)
+
+
+def test_a_path_that_is_too_long_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="there is no such file or folder"):
+        sources.load("x", path=tmp_path / ("a" * 300))

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple, Protocol
 
 from .tree import Tree
 
-LONGEST = 500  # letters of a text that a node says
-
 
 @dataclass(frozen=True)
 class Letter:
@@ -41,10 +39,3 @@ class Post(Protocol):
     def collect(self, numbers: Collection[str]) -> Sequence[Answer]:
         """The answers to these letters that are there by now; each is given out once."""
         ...
-
-
-def clean(text: object, most: int = LONGEST) -> str:
-    """What a node says, as one line of bounded length that can be printed anywhere."""
-    plain = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * most])
-    line = " ".join(plain.encode("utf-8", "replace").decode("utf-8").split())
-    return line if len(line) <= most else f"{line[:most]}..."

@@ -1,10 +1,13 @@
 """A trained model on images of its own: what a run exported, read back, and what it says of files and folders."""
 
 import json
+import math
+import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -15,19 +18,26 @@ from torch import Tensor
 from . import environment, evaluate, nets, record, store
 from .config import CHOICES, Experiment, from_toml
 from .data import origins, site, sources
-from .data.origins import SUFFIXES, TESTS, Rows
+from .data.origins import SPLITS, TESTS, Rows, is_image
 from .data.table import Federation
 from .errors import UsageError, UserError, unknown
 from .evaluate import Evaluation
 from .guide import HEAD
 from .methods import METHODS
-from .net import Net, layout
+from .net import Net, Precision, layout
 from .progress import Progress, Silent
 from .tree import Tree
 
 ABOUT = ("net", "method", "settings", "classes", "size", "mean", "std", "precision")
 MODEL = "model.safetensors"
 DEVICES = ("auto", "cpu", "cuda")
+LARGEST = 4096  # pixels a side of a model's images; a file that says more is damaged
+BESIDE = frozenset(  # endings of files that lie beside images and are none
+    (
+        ".txt .md .rst .html .pdf .log .csv .tsv .json .jsonl .xml .yaml .yml .toml "
+        ".ini .db .parquet .npy .npz .py .sh .zip .gz .tar .sha256 .md5"
+    ).split()
+)
 
 
 def about(experiment: Experiment, net: Net, federation: Federation) -> dict[str, Any]:
@@ -88,7 +98,9 @@ def load(path: str | Path, device: str = "auto") -> Classifier:
     auto, cpu or cuda.
 
     Raises UsageError for another device, UserError for a run that is not done or has no global model, and for a file
-    that is damaged, is no model of fedprior's or was written by a version that did not say all of ABOUT.
+    that is damaged, is no model of fedprior's or was written by a version that did not say all of ABOUT. Weights in
+    another floating type than a run's (a file that somebody halved) are taken into the run's, float32 as a rule; no
+    other type is changed.
     """
     if device not in DEVICES:
         raise unknown("device", device, DEVICES)
@@ -109,18 +121,55 @@ def load(path: str | Path, device: str = "auto") -> Classifier:
         )
     where = environment.device(device)
     try:
+        _vet(said)
         module = _module(said)
         net = Net(module.to(where), said["mean"], said["std"], said["precision"])
         fresh = net.init()
         flat = {name: x for name, x in flat.items() if name in net.names or not name.startswith(f"{HEAD}.")}
-        shapes = {name: x.shape for part in fresh.values() for name, x in part.items()}
-        if {name: x.shape for name, x in flat.items()} != shapes:
+        own = {name: x for part in fresh.values() for name, x in part.items()}
+        if {name: x.shape for name, x in flat.items()} != {name: x.shape for name, x in own.items()}:
             raise ValueError(f"its tensors are not those of net={said['net']} under method={said['method']}")
+        for name, x in flat.items():
+            if x.dtype != own[name].dtype and not (x.is_floating_point() and own[name].is_floating_point()):
+                raise ValueError(f"its tensor {name} holds {x.dtype}, not {own[name].dtype}")
         height, width = said["size"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} cannot be used ({error}); take the version of fedprior that wrote it") from None
-    weights = {part: {name: flat[name].to(where) for name in named} for part, named in fresh.items()}
+    except (UserError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, MemoryError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{file} cannot be used ({reason}); take the file as a run wrote it, and that version of fedprior"
+        ) from None
+    weights = {part: {name: flat[name].to(where, own[name].dtype) for name in named} for part, named in fresh.items()}
     return Classifier(net, layout(weights), tuple(said["classes"]), (height, width), said)
+
+
+def _vet(said: dict[str, Any]) -> None:
+    """Raises ValueError, with what is wrong, for metadata that no run writes."""
+
+    def numbers(key: str, kinds: tuple[type, ...], n: int) -> bool:
+        given = said[key]
+        return isinstance(given, list) and len(given) == n and all(type(x) in kinds and math.isfinite(x) for x in given)
+
+    def words(given: Any) -> bool:
+        return isinstance(given, list) and bool(given) and all(isinstance(x, str) for x in given)
+
+    precisions = get_args(Precision)
+    rules = {
+        "net": (isinstance(said["net"], str), "a name"),
+        "method": (isinstance(said["method"], str), "a name"),
+        "settings": (isinstance(said["settings"], dict), "names and values"),
+        "classes": (words(said["classes"]), "names"),
+        "size": (
+            numbers("size", (int,), 2) and all(1 <= x <= LARGEST for x in said["size"]),
+            f"two whole numbers up to {LARGEST}",
+        ),
+        "mean": (numbers("mean", (int, float), 3), "three numbers"),
+        "std": (numbers("std", (int, float), 3) and all(x > 0 for x in said["std"]), "three numbers above 0"),
+        "precision": (said["precision"] in precisions, " or ".join(precisions)),
+    }
+    for key, (right, wanted) in rules.items():
+        if not right:
+            given = json.dumps(said[key])
+            raise ValueError(f"it says {key}: {given[:60]}{'...' * (len(given) > 60)}, which is not {wanted}")
 
 
 def _module(said: dict[str, Any]) -> torch.nn.Module:
@@ -134,15 +183,20 @@ def _module(said: dict[str, Any]) -> torch.nn.Module:
 
 def exported(path: Path) -> Path:
     """The model file of a run directory, or the file itself. Raises UserError where there is none."""
-    if path.is_file():
+    if os.path.isfile(path):  # unlike Path's, false for a name that is too long
         return path
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UserError(f"there is no {path}; name a run directory such as runs/digits-fedavg, or its {MODEL}")
     if not (path / "config.toml").exists():
         raise UserError(f"{path} is no run directory (it has no config.toml); name one such as runs/digits-fedavg")
     if (how := record.status(path)) != "done":
         raise UserError(f"{path} did not finish (it is {how}); `fedprior run {path}` goes on with it")
     if not (path / MODEL).exists():
+        if _models(path) != "own":
+            raise UserError(
+                f"{path / MODEL} is gone; remove result.json there and `fedprior run {path}`: that writes both again, "
+                "without training"
+            )
         experiment = from_toml(path / "config.toml")
         method = CHOICES["method"].name_of(experiment.method)
         raise UserError(
@@ -152,100 +206,175 @@ def exported(path: Path) -> Path:
     return path / MODEL
 
 
+def _models(folder: Path) -> str:
+    """Whose models a run that is done has judged, "own" or "global"; "" where its result cannot be read."""
+    try:
+        return str(store.read_json(folder / "result.json").get("models", ""))
+    except (OSError, ValueError):
+        return ""
+
+
 class Found(NamedTuple):
     """The images of one path, not yet decoded."""
 
     rows: Rows
     image: str  # their column
-    labels: Tensor | None  # int64 [n], numbers of the model's classes; None where nothing says them
-    remark: str  # why labels that there seemed to be do not count; "" where they do, or there are none
+    labels: Tensor | None  # int64 [n], numbers of the model's classes, -1 where unknown; None where nothing says them
+    remarks: tuple[str, ...]  # what is left aside and why, a line each
+    domains: bool  # whether the rows say their domains
 
 
 def find(path: Path, classes: Sequence[str], image: str = "", label: str = "") -> Found:
     """The images of a file, of a folder with all below it, or of a data set on disk; of several splits the test split.
 
-    Class folders and label columns give labels where each row's class is one of the model's by name (or number, where
-    the data have no names). `image` and `label` name columns. Raises UserError where there is no image, and for a
-    column named by `label` that does not give the model's classes.
+    Class folders and label columns give labels where a row's class is one of the model's by name (or number, where the
+    data have no names). A folder is taken as splits where its folders of images are called train, test, valid,
+    validation or val, all of them, and have class folders. `image` and `label` name columns. Raises UserError where
+    there is no image, and for a column named by `label` that gives none of the model's classes.
     """
-    rows = _rows(path)
+    rows, remarks = _rows(path)
     try:
         pictures = sources.columns(rows, image or None, label or rows.columns.column_names[0])[0]
     except UserError as error:
         raise _reworded(error) from None
+    domains = "domain" in rows.columns.column_names
     if not label and rows.columns.column_names == [pictures]:
-        return Found(rows, pictures, None, "")
+        return Found(rows, pictures, None, remarks, domains)
     try:
-        column = label or sources.columns(rows, pictures, None)[1]
-        return Found(rows, pictures, _labels(rows, column, classes), "")
+        labels, doubt = _labels(rows, label or sources.columns(rows, pictures, None)[1], classes)
     except UserError as error:
         if label:
             raise _reworded(error) from None
-        return Found(rows, pictures, None, f"no accuracy for {path}: {_reworded(error)}")
+        return Found(rows, pictures, None, (*remarks, f"no accuracy for {path}: {_reworded(error)}"), domains)
+    return Found(rows, pictures, labels, (*remarks, f"{path}: {doubt}") if doubt else remarks, domains)
 
 
 def _reworded(error: UserError) -> UserError:
     """With this command's words for columns."""
-    text = str(error).replace("data.image=", "--image ").replace("data.label=", "--label ")
+    text = re.sub(r"data\.(image|label)=", lambda key: f"--{key[1]} COLUMN", str(error))
     return type(error)(text.replace("data.path=", ""))
 
 
-def _rows(path: Path) -> Rows:
-    if path.is_file() and path.suffix.lower() in SUFFIXES:
-        return _pictures([path], path.parent)
-    if not path.exists():
+def _rows(path: Path) -> tuple[Rows, tuple[str, ...]]:
+    """The images of a path, and what is left aside there."""
+    if not os.path.exists(path):  # unlike Path's, false for a name that is too long
         raise UserError(f"there is no {path}; name an image, a folder of images or a parquet file")
-    if path.is_dir() and not _is_data_set(path):
-        pictures = sorted(p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
-        pictures = [p for p in pictures if not any(part.startswith(".") for part in p.relative_to(path).parts)]
-        if not pictures:
-            raise UserError(f"there is no image in {path} or below it; images end in {', '.join(sorted(SUFFIXES))}")
-        if any(p.parent == path for p in pictures):
-            return _pictures(pictures, path)
-    elif path.is_file() and path.suffix != ".parquet":
-        raise UserError(f"{path} is neither an image nor a parquet file; images end in {', '.join(sorted(SUFFIXES))}")
+    if path.is_dir():
+        saved = any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+        tables = [] if saved else origins.parquet_files(path)
+        pictures = [] if saved or not tables else list(filter(is_image, origins.walk(path)))
+        if not saved and not (tables and (not pictures or _hold_images(tables))):
+            rows, remarks = _folder(path)
+            aside = f"{', '.join(file.name for file in tables)} in {path}: left aside, since no image is in there"
+            return rows, (*remarks, aside) if tables else remarks
+        remarks = (
+            (f"{_some(len(pictures), 'image')} of {path} beside its parquet files: left aside",) if pictures else ()
+        )
+    elif is_image(path):
+        return _pictures([path], path.parent), ()
+    elif path.suffix == ".parquet":
+        remarks = ()
+    else:
+        raise UserError(f"{path} is neither an image nor a parquet file; images end in {_endings()}")
     origin = origins.local(path)
     split = next((name for name in TESTS if name in origin.splits), origin.splits[0])
     if split not in TESTS and len(origin.splits) > 1:
         raise UserError(f"{path} has splits {', '.join(origin.splits)} and none called test; name the file of one")
-    return sources.split(origin, split)
+    rows = sources.split(origin, split)
+    if others := ", ".join(name for name in origin.splits if name != split):
+        count = _some(len(rows.columns), "image")
+        remarks = (*remarks, f"of {path} only the split {split} is read ({count}); left aside: {others}")
+    return rows, remarks
 
 
-def _is_data_set(folder: Path) -> bool:
-    """Whether a folder holds what `origins.local` reads, class folders aside."""
-    files = ("dataset_dict.json", "state.json")
-    return any((folder / name).exists() for name in files) or any(
-        any(folder.glob(pattern)) for pattern in ("*.parquet", "data/*.parquet")
-    )
+def _folder(path: Path) -> tuple[Rows, tuple[str, ...]]:
+    """The images of a folder that holds nothing but files, and what is left aside there."""
+    files = origins.walk(path)
+    pictures = [file for file in files if is_image(file)]
+    parts = [file.relative_to(path).parts for file in pictures]
+    splits = {part[0] for part in parts if len(part) > 1}
+    remarks: tuple[str, ...] = ()
+    root = path
+    if splits <= set(SPLITS) and any(len(part) > 2 for part in parts):
+        split = next(name for name in (*TESTS, "train") if name in splits)
+        root = path / split
+        kept = [file for file in pictures if root in file.parents]
+        if aside := len(pictures) - len(kept):
+            where = f" in {', '.join(sorted(splits - {split}))}" if splits != {split} else ""
+            count = _some(len(kept), "image")
+            remarks = (
+                f"of {path} only the split {split} is read ({count}); left aside: {_some(aside, 'image')}{where}",
+            )
+        pictures = kept
+    rest = [file for file in files if not is_image(file) and _may_be_image(file) and (root in file.parents)]
+    kinds = ", ".join(sorted({file.suffix.lower() or "no ending" for file in rest}))
+    if not pictures:
+        instead = f", not {kinds}" if rest else ""
+        raise UserError(f"there is no image in {path} or below it; images end in {_endings()}{instead}")
+    if rest:
+        were = "was" if len(rest) == 1 else "were"
+        left = f"{_some(len(rest), 'file')} of {root} {were} left out: {kinds}; convert them to .jpg or .png"
+        remarks = (*remarks, left)
+    return _pictures(pictures, root), remarks
+
+
+def _may_be_image(file: Path) -> bool:
+    return file.suffix.lower() not in BESIDE and file.name.lower() not in ("readme", "license")
+
+
+def _hold_images(tables: Sequence[Path]) -> bool:
+    """Whether a column of some parquet file can hold images; also where one cannot be read, so that it is named."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return any(sources.image_columns(pq.read_schema(file)) for file in tables)
+    except (pa.ArrowException, OSError):
+        return True
+
+
+def _some(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _endings() -> str:
+    return ", ".join(sorted(origins.suffixes()))
 
 
 def _pictures(files: Sequence[Path], folder: Path) -> Rows:
-    """Image files that no class is known of."""
-    import datasets
-    import pyarrow as pa
-
-    struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-    images = pa.array([{"bytes": None, "path": str(file)} for file in files], type=struct)
-    features = datasets.Features({"image": datasets.Image()})
-    return Rows(pa.table({"image": images}), features, str(folder), lambda row: str(files[row]))
+    return origins.picture_rows(files, folder, lambda row: os.fsencode(files[row]).decode("utf-8", "backslashreplace"))
 
 
-def _labels(rows: Rows, column: str, classes: Sequence[str]) -> Tensor:
-    """Each row's number within the model's classes, int64 [n]."""
+def _labels(rows: Rows, column: str, classes: Sequence[str]) -> tuple[Tensor, str]:
+    """Each row's number within the model's classes, int64 [n], -1 where it has none; and in words which those are.
+    Raises UserError where no row has one."""
     import pyarrow as pa
 
     if column not in rows.columns.column_names:
         raise UsageError(f"{rows.where} has no column '{column}', only {', '.join(rows.columns.column_names)}")
+    there = torch.from_numpy(rows.columns[column].is_valid().to_numpy().copy())
+    at = torch.nonzero(there)[:, 0].tolist()
+    part = rows._replace(columns=rows.columns.select([column]).take(at), at=lambda row: rows.at(at[row]))
+    if not at:
+        raise UserError(f"column '{column}' of {rows.where} is empty")
     if pa.types.is_integer(rows.columns[column].type) and not sources.declared(rows, column):
-        return sources.labels(rows, column, classes)[0]
-    own, written = sources.labels(rows, column, None)
-    means = site.finder(classes)
-    number = torch.tensor([which[0] if len(which := means(sources.readable(name))) == 1 else -1 for name in written])
-    found = number[own]
-    if (found < 0).any():
-        name = written[int(own[found < 0][0])]
-        raise UserError(f"column '{column}' of {rows.where} has '{name}', which is no class of the model")
-    return found
+        found, strange = sources.labels(part, column, classes)[0], []
+    else:
+        own, written = sources.labels(part, column, None)
+        means = site.finder(classes)
+        which = [means(sources.readable(name)) for name in written]
+        found = torch.tensor([one[0] if len(one) == 1 else -1 for one in which])[own]
+        strange = [written[k] for k in own[found < 0].unique().tolist()]
+    if (found < 0).all():
+        raise UserError(f"column '{column}' of {rows.where} has '{strange[0]}', which is no class of the model")
+    out = torch.full((len(there),), -1)
+    out[there] = found
+    known = int((out >= 0).sum())
+    doubts = [f"{len(there) - len(at)} without a label"] if len(at) < len(there) else []
+    if strange:
+        named = ", ".join(f"'{name}'" for name in strange[:5]) + (", ..." if len(strange) > 5 else "")
+        doubts.append(f"{int((found < 0).sum())} of no class of the model ({named})")
+    return out, f"accuracy over {known} of {_some(len(out), 'image')}, {' and '.join(doubts)}" if doubts else ""
 
 
 class Answer(NamedTuple):
@@ -253,8 +382,9 @@ class Answer(NamedTuple):
 
     image: str  # a file, or a row of one
     label: int | None  # its class, where that is known
-    top: tuple[int, ...]  # classes, the likeliest first
+    top: tuple[int, ...]  # classes, the likeliest first; none where there is an error
     probabilities: tuple[float, ...]  # theirs
+    error: str = ""  # why the image could not be read
 
 
 class Tally:
@@ -286,26 +416,33 @@ def answers(
     progress: Progress | None = None,
 ) -> Iterator[Answer]:
     """What the model says of each image, `batch` decoded at a time and fitted as for training; images with labels are
-    counted in `tally`. Raises UserError, with file and row, for one that cannot be decoded."""
+    counted in `tally`, but for those that cannot be read."""
     rows, size, n = found.rows, batch or classifier.batch, len(found.rows.columns)
     height, width = classifier.size
     with (progress or Silent()).task("images", n) as update:
         for first in range(0, n, size):
             part = rows._replace(columns=rows.columns.slice(first, size), at=lambda row: rows.at(first + row))
-            logits = classifier.logits(sources.pixels(part, found.image, (width, height)))
+            unread: dict[int, str] = {}
+            images = sources.pixels(part, found.image, (width, height), unread.__setitem__)
+            read = torch.tensor([row not in unread for row in range(len(images))])
+            logits = classifier.logits(images[read])
             labels = None if found.labels is None else found.labels[first : first + size]
             if labels is not None:
-                tally.add(logits, labels)
+                known = labels[read] >= 0
+                tally.add(logits[known], labels[read][known])
             order = logits.argsort(dim=1, descending=True, stable=True)[:, :top]
             chances = logits.softmax(1).gather(1, order)
-            for row, (which, p) in enumerate(zip(order.tolist(), chances.tolist(), strict=True)):
-                label = None if labels is None else int(labels[row])
-                yield Answer(rows.at(first + row), label, tuple(which), tuple(p))
-            update(first + len(order), "")
+            said = zip(order.tolist(), chances.tolist(), strict=True)
+            for row in range(len(images)):
+                label = None if labels is None or labels[row] < 0 else int(labels[row])
+                which, p = ([], []) if row in unread else next(said)
+                yield Answer(rows.at(first + row), label, tuple(which), tuple(p), unread.get(row, ""))
+            update(first + len(images), "")
 
 
 def write(answers: Iterator[Answer], classes: Sequence[str], out: Path, top: int) -> int:
-    """Writes a line an image, as CSV or, where `out` ends in .jsonl, as JSON Lines -> how many."""
+    """Writes a line an image, as CSV or, where `out` ends in .jsonl, as JSON Lines -> how many. The column `error` is
+    always there, and empty for images that were read."""
     import csv
 
     n = 0
@@ -313,12 +450,13 @@ def write(answers: Iterator[Answer], classes: Sequence[str], out: Path, top: int
         table = csv.writer(f)
         if out.suffix == ".csv":
             ranks = [name for k in range(1, top + 1) for name in (f"class_{k}", f"probability_{k}")]
-            table.writerow(["image", "label", *ranks])
+            table.writerow(["image", "label", *ranks, "error"])
         for n, answer in enumerate(answers, 1):  # noqa: B007
             if out.suffix == ".csv":
                 label = "" if answer.label is None else classes[answer.label]
                 pairs = zip(answer.top, answer.probabilities, strict=True)
-                table.writerow([answer.image, label, *(x for k, p in pairs for x in (classes[k], p))])
+                cells = [x for k, p in pairs for x in (classes[k], p)] or [""] * (2 * top)
+                table.writerow([answer.image, label, *cells, answer.error])
             else:
                 f.write(json.dumps(spoken(answer, classes), allow_nan=False) + "\n")
     return n
@@ -331,4 +469,5 @@ def spoken(answer: Answer, classes: Sequence[str]) -> dict[str, Any]:
         "image": answer.image,
         "label": None if answer.label is None else classes[answer.label],
         "top": [{"class": classes[k], "probability": p} for k, p in pairs],
+        "error": answer.error or None,
     }

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 Update = Callable[[int, str], None]  # (done so far, a note such as the current accuracy)
+LONGEST = 500  # letters of a text that somebody else wrote
 
 
 class Progress(Protocol):
@@ -105,3 +106,11 @@ def clock(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def clean(text: object, most: int = LONGEST) -> str:
+    """What somebody else wrote, such as a node or whoever named a file, as one line of bounded length that can be
+    printed anywhere."""
+    plain = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * most])
+    line = " ".join(plain.encode("utf-8", "replace").decode("utf-8").split())
+    return line if len(line) <= most else f"{line[:most]}..."

@@ -15,12 +15,12 @@ from .data.partition import Partition, Sites
 from .data.table import Federation
 from .engines.remote import Nodes, Patience, Remote, Station
 from .errors import UsageError, UserError
-from .letters import Letter, Post, clean
+from .letters import Letter, Post
 from .memory import ClientMemory
 from .node import agreement, content
 from .prepare import balance, synthesis
 from .prepare.balance import Discrepancy, GlobalTarget
-from .progress import Progress
+from .progress import Progress, clean
 from .run import Outcome, Prepared
 
 

@@ -1,16 +1,22 @@
 """`fedprior predict` and `fedprior model ...`: what becomes of a trained model."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import UsageError
 from .common import Json, emit, percent, table, use_threads
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .. import predict as predicting
+
 app = typer.Typer(help="A run's global model: publish it.", no_args_is_help=True)
 
 SHOWN = 20  # images on the terminal; a file holds all
+LONGEST = 5000  # letters of a line there: paths may be long
 
 
 def predict(
@@ -25,9 +31,10 @@ def predict(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Classify images with a trained model; where class folders or columns give labels, say how often it is right."""
+    """Classify images with a trained model; where class folders or columns give labels, say how often it is right.
+    Images that cannot be read are named and left out, and the exit code is 1 then."""
     from .. import predict as predicting
-    from ..progress import for_terminal
+    from ..progress import clean, for_terminal
     from .priors import refuse_unwritable, writing
 
     use_threads(threads)
@@ -40,39 +47,48 @@ def predict(
     top = min(top, len(classes))
     found = [predicting.find(path, classes, image, label) for path in paths]  # a wrong path shows before any work
     for one in found:
-        if one.remark:
-            progress.say(one.remark)
-    tally = predicting.Tally(len(classes))
-    answers = (
-        answer
-        for one in found
-        for answer in predicting.answers(classifier, one, tally, top=top, batch=batch, progress=progress)
-    )
+        for remark in one.remarks:
+            progress.say(clean(remark, LONGEST))
+    tally, unread = predicting.Tally(len(classes)), 0
+
+    def answers() -> "Iterator[predicting.Answer]":
+        nonlocal unread
+        for one in found:
+            for answer in predicting.answers(classifier, one, tally, top=top, batch=batch, progress=progress):
+                if answer.error:
+                    unread += 1
+                    if unread <= SHOWN:
+                        progress.say(clean(f"{answer.image} could not be read: {answer.error}", LONGEST))
+                yield answer
+
     result: dict[str, Any] = {}
     if out is not None:
         with writing(out):
-            result = {"images": predicting.write(answers, classes, out, top), "out": str(out)}
-        print(f"{result['images']} predictions are in {out}.")
+            result = {"images": predicting.write(answers(), classes, out, top), "out": str(out)}
+        print(f"{result['images'] - unread} predictions are in {out}.")
     else:
-        every = list(answers)
+        every = list(answers())
         more = f" (the first {SHOWN} of {len(every)}; --out has all)" if len(every) > SHOWN else ""
         table(
             f"Predictions{more}",
             ["image", *(["label"] if tally.total.any() else []), *map(str, range(1, top + 1))],
             [
                 [
-                    one.image,
+                    clean(one.image, LONGEST),
                     *([classes[one.label] if one.label is not None else "-"] if tally.total.any() else []),
                     *(f"{classes[k]} {percent(p)}" for k, p in zip(one.top, one.probabilities, strict=True)),
+                    *(["not read"] if one.error else []),
                 ]
                 for one in every[:SHOWN]
             ],
         )
         result = {"images": len(every), "predictions": [predicting.spoken(one, classes) for one in every]}
-    seen = tally.evaluation()
+    result["unreadable"] = unread
+    seen, domains = tally.evaluation(), any(one.domains for one in found)
     if seen is not None:
         rates = {name: float(rate) for name, rate, n in zip(classes, seen.per_class, seen.total, strict=True) if n}
-        print(f"{percent(seen.accuracy)} of {seen.total.sum()} images with labels are recognised.")
+        apart = " Each image counts alike; a run with domains gives the mean over them." if domains else ""
+        print(f"{percent(seen.accuracy)} of {seen.total.sum()} images with labels are recognised.{apart}")
         table(
             "By class",
             ["class", "accuracy", "images"],
@@ -83,6 +99,9 @@ def predict(
         )
         result |= {"labelled": int(seen.total.sum()), "accuracy": seen.accuracy, "loss": seen.loss, "per_class": rates}
     emit(result, as_json)
+    if unread:
+        progress.say(f"{unread} of {result['images']} images could not be read")
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -3,9 +3,11 @@ decoded here."""
 
 import hashlib
 import json
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +28,19 @@ EMBEDDED = "digits"
 TESTS = ("test", "valid", "validation", "val")  # in order of preference
 SPLITS = ("train", *TESTS)
 SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"}
+
+
+@cache
+def suffixes() -> frozenset[str]:
+    """How the names of images end, in lower case: SUFFIXES, and .avif where the installed Pillow reads it."""
+    from PIL import features
+
+    return frozenset(SUFFIXES | ({".avif"} if features.check("avif") else set()))
+
+
+def is_image(file: Path) -> bool:
+    """By its name."""
+    return file.suffix.lower() in suffixes()
 
 
 def alias(name: str) -> str:
@@ -81,7 +96,7 @@ def hub(name: str) -> Origin:
 
 
 def local(path: Path) -> Origin:
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path's, false for a name that is too long
         raise UserError(f"data.path={path}: there is no such file or folder")
     if path.is_file():
         if path.suffix != ".parquet":
@@ -96,10 +111,16 @@ def local(path: Path) -> Origin:
     if (path / "state.json").exists():
         return _saved(path, {"train": path})
     shards: dict[str, list[Path]] = {}
-    for file in sorted(path.glob("*.parquet")) or sorted((path / "data").glob("*.parquet")):  # a clone of a hub set
+    for file in parquet_files(path):
         split = re.sub(r"-\d+-of-\d+$", "", file.stem)
         shards.setdefault(split, []).append(file)
     return _parquet(path, shards) if shards else _class_folders(path)
+
+
+def parquet_files(folder: Path) -> list[Path]:
+    """Those in the folder itself, else in `data` below it, where a clone of a hub set has them."""
+    there = lambda where: sorted(file for file in where.glob("*.parquet") if not _hidden(file))
+    return there(folder) or there(folder / "data")
 
 
 def _parquet(path: Path, files: dict[str, list[Path]]) -> Origin:
@@ -149,9 +170,12 @@ def _saved(path: Path, folders: dict[str, Path]) -> Origin:
 
 
 def _class_folders(path: Path) -> Origin:
-    below = [child.name for child in path.iterdir() if any(map(Path.is_dir, _children(child)))]
+    below = [child.name for child in _children(path) if any(map(Path.is_dir, _children(child)))]
     parts = {name: path / name for name in SPLITS if name in below} or {"train": path}
-    files = {split: _images(folder) for split, folder in parts.items()}
+    files = {
+        split: [file for file in walk(folder) if is_image(file) and file.parent != folder]
+        for split, folder in parts.items()
+    }
     if not any(files.values()):
         raise UserError(
             f"data.path={path} has nothing to load; it needs <split>.parquet files, class folders with "
@@ -159,31 +183,66 @@ def _class_folders(path: Path) -> Origin:
         )
 
     def read(split: str) -> Rows:
-        import datasets
-        import pyarrow as pa
-
-        struct = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-        images = pa.array([{"bytes": None, "path": str(file)} for file in files[split]], type=struct)
-        labels = pa.array([file.relative_to(parts[split]).parts[0] for file in files[split]], type=pa.string())
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-        at = lambda row: f"row {row} of {parts[split]} ({files[split][row]})"
-        return Rows(pa.table({"image": images, "label": labels}), features, str(parts[split]), at)
+        return picture_rows(
+            files[split], parts[split], lambda row: f"row {row} of {parts[split]} ({files[split][row]})"
+        )
 
     return Origin(str(path), tuple(parts), lambda split: file_digest(files[split], parts[split]), read)
 
 
+def picture_rows(files: Sequence[Path], folder: Path, at: Callable[[int], str]) -> Rows:
+    """Image files below a folder: a column `image`, and `label`, the folder that each lies in just below `folder`, null
+    for those in none; no such column where all are in none. Raises UserError for a folder whose name is no text."""
+    import datasets
+    import pyarrow as pa
+
+    struct = pa.struct([("bytes", pa.binary()), ("path", pa.binary())])  # a name may be no text
+    columns = {"image": pa.array([{"bytes": None, "path": os.fsencode(file)} for file in files], type=struct)}
+    features = datasets.Features({"image": datasets.Image()})
+    parts = [file.relative_to(folder).parts for file in files]
+    labels = [names[0] if len(names) > 1 else None for names in parts]
+    if any(label is not None for label in labels):
+        try:
+            columns["label"] = pa.array(labels, type=pa.string())
+        except UnicodeEncodeError as error:
+            raise UserError(
+                f"the name of the class folder {error.object!r} in {folder} is not UTF-8; rename it"
+            ) from None
+        features["label"] = datasets.Value("string")
+    return Rows(pa.table(columns), features, str(folder), at)
+
+
+def walk(folder: Path) -> list[Path]:
+    """The files below a folder, sorted, through links to folders except those that lead back to where they lie.
+
+    Passed over are hidden names, what a Mac's archives add, and what is no file. A link to nothing is among the files,
+    so that it does not go unnoticed. Raises UserError for a folder that cannot be read.
+    """
+    real = Path(os.path.realpath(folder))
+    found: list[Path] = []
+    left = [(folder, frozenset({real, *real.parents}))]
+    while left:
+        here, above = left.pop()
+        for entry in _children(here):
+            if entry.is_dir():
+                real = Path(os.path.realpath(entry))
+                if real not in above:
+                    left.append((entry, above | {real}))
+            elif entry.is_file() or not entry.exists():
+                found.append(entry)
+    return sorted(found)
+
+
 def _children(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() and not folder.name.startswith(".") else []
+    """What lies in a folder and is not hidden; nothing for what is no folder."""
+    try:
+        return sorted(child for child in folder.iterdir() if not _hidden(child)) if folder.is_dir() else []
+    except OSError as error:
+        raise UserError(f"cannot read {folder} ({error.strerror}); check that it may be read") from None
 
 
-def _images(folder: Path) -> list[Path]:
-    return [
-        file
-        for child in _children(folder)
-        if child.is_dir() and not child.name.startswith(".")
-        for file in sorted(child.rglob("*"))
-        if file.suffix.lower() in SUFFIXES
-    ]
+def _hidden(path: Path) -> bool:
+    return path.name.startswith(".") or path.name == "__MACOSX"
 
 
 def _from_dataset(found: Any, where: str) -> Rows:
@@ -200,7 +259,8 @@ def file_digest(files: Iterable[Path], root: Path) -> str:
     for file in sorted(files):
         try:
             with file.open("rb") as f:
-                parts += [file.relative_to(root).as_posix(), hashlib.file_digest(f, "sha256").hexdigest()]
+                name = os.fsencode(file.relative_to(root).as_posix())  # which may be no text
+                parts += [name, hashlib.file_digest(f, "sha256").hexdigest().encode()]
         except OSError as error:
             raise UserError(f"cannot read {file} ({error.strerror}); check that it is there and may be read") from None
     return store.digest(*parts)

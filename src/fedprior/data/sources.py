@@ -5,6 +5,8 @@ rule that draws nothing. Decoded sets are kept in the cache under a digest of wh
 """
 
 import hashlib
+import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +29,17 @@ from fedprior.tree import Tree
 TEST_EVERY = 5  # of a set without a test split, this many images of a class (and domain) give one test image
 DECODER = "3"  # goes up when the same files would decode to other values
 
-CAMERAS = ("JPEG", "MPO", "WEBP")  # formats whose EXIF says how the camera was held; Pillow turns a TIFF itself
+CAMERAS = ("JPEG", "MPO", "WEBP", "AVIF")  # formats whose EXIF says how the camera was held; Pillow turns a TIFF itself
 ORIENTATION = 0x0112  # its tag
+UPRIGHT = {  # what turns a picture upright, by its EXIF orientation; ImageOps.exif_transpose fails on damaged notes
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
 
 Size = tuple[int, int]  # width, height in pixels
 
@@ -77,7 +88,8 @@ def load(
 
     `path` is a local copy in its place: a folder with `<split>.parquet` files, one parquet file, a folder of
     class folders (with or without train and test above them), or what `save_to_disk` wrote; no network is
-    used then. `image` and `label` name the columns where the features do not tell. Images are RGB; with
+    used then. `image` and `label` name the columns where the features do not tell. Images are RGB, turned upright
+    as their EXIF says and on white where they are transparent; with
     `size` they are resized to [size, size], else all to the commonest size of the training split (the
     largest of equally common ones). With `half` only its rows are kept, by the images before they are resized.
 
@@ -233,16 +245,21 @@ def _known(rows: Rows, kind: str, column: str) -> str:
     return column
 
 
-def _image_column(rows: Rows, wanted: str | None) -> str:
+def image_columns(schema: Any) -> list[str]:
+    """The columns of a pyarrow schema that can hold images: bytes, or structs with bytes."""
     import pyarrow as pa
 
-    def holds_images(column: str) -> bool:
-        kind = rows.columns.schema.field(column).type
+    def holds(kind: Any) -> bool:
         return (pa.types.is_struct(kind) and kind.get_field_index("bytes") >= 0) or _is_binary(kind)
 
+    return [field.name for field in schema if holds(field.type)]
+
+
+def _image_column(rows: Rows, wanted: str | None) -> str:
+    found = image_columns(rows.columns.schema)
     if wanted is None:
-        return _only("image", [column for column in rows.columns.column_names if holds_images(column)], rows)
-    if not holds_images(_known(rows, "image column", wanted)):
+        return _only("image", found, rows)
+    if _known(rows, "image column", wanted) not in found:
         raise UserError(f"column '{wanted}' of {rows.where} holds no images; choose another with data.image=")
     return wanted
 
@@ -401,27 +418,38 @@ def _encoded(column: Any) -> Iterator[bytes | str | None]:
         parts = dict(zip((field.name for field in chunk.type), chunk.flatten(), strict=True))
         paths = parts.get("path", pa.nulls(len(chunk)))
         for data, path in zip(parts["bytes"], paths, strict=True):
-            yield data.as_py() if data.is_valid else path.as_py()
+            yield data.as_py() if data.is_valid else os.fsdecode(path.as_py()) if path.is_valid else None
 
 
-def _opened(rows: Rows, column: str, use: Callable[[int, Any], None]) -> None:
-    """Calls `use(row, image)` for every row with the opened, not yet decoded image."""
+def _opened(
+    rows: Rows, column: str, use: Callable[[int, Any], None], failed: Callable[[int, str], None] | None = None
+) -> None:
+    """Calls `use(row, image)` for every row with the opened, not yet decoded image; where that cannot be done,
+    `failed(row, reason)`, or without one raises UserError."""
     from PIL import Image, UnidentifiedImageError
 
-    for row, encoded in enumerate(_encoded(rows.columns[column])):
+    def miss(row: int, reason: str, encoded: bytes | str | None) -> None:
+        if failed is not None:
+            return failed(row, reason)
+        place = rows.at(row)
         if encoded is None:
-            raise UserError(f"{rows.at(row)} has no image; drop the row")
-        try:
-            with Image.open(BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
-                use(row, image)
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            place = rows.at(row)
-            file = f" ({encoded})" if isinstance(encoded, str) and encoded not in place else ""
-            known = not isinstance(error, UnidentifiedImageError)
-            reason = str(error).partition("\n")[0] if known else "it is not an image"
-            raise UserError(
-                f"the image in {place}{file} cannot be decoded: {reason}; replace it or drop the row"
-            ) from None
+            raise UserError(f"{place} has no image; drop the row")
+        file = f" ({encoded})" if isinstance(encoded, str) and encoded not in place else ""
+        raise UserError(f"the image in {place}{file} cannot be decoded: {reason}; replace it or drop the row")
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"PIL\.")  # a photo of 100 megapixels is no bomb, nor are notes pixels
+        for row, encoded in enumerate(_encoded(rows.columns[column])):
+            if encoded is None:
+                miss(row, "there is no image", None)
+                continue
+            try:
+                with Image.open(BytesIO(encoded) if isinstance(encoded, bytes) else encoded) as image:
+                    use(row, image)
+            except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+                known = not isinstance(error, UnidentifiedImageError)
+                said = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+                miss(row, said if known else "it is not an image", encoded)
 
 
 def _commonest_size(rows: Rows, column: str) -> Size:
@@ -430,27 +458,35 @@ def _commonest_size(rows: Rows, column: str) -> Size:
     return max(sizes, key=lambda size: (sizes[size], size[0] * size[1], size))
 
 
-def pixels(rows: Rows, column: str, size: Size) -> Tensor:
-    """All images in RGB, upright, on white, and fitted to the size, uint8 [n, 3, H, W]. Raises UserError, with file and
-    row, for one that cannot be decoded."""
-    from PIL import ImageOps
+def pixels(rows: Rows, column: str, size: Size, failed: Callable[[int, str], None] | None = None) -> Tensor:
+    """All images in RGB, upright, on white, and fitted to the size, uint8 [n, 3, H, W].
 
-    out = np.empty((len(rows.columns), 3, size[1], size[0]), dtype=np.uint8)
+    One that cannot be decoded is black, and `failed(row, reason)` is called; without that UserError is raised, with
+    file and row.
+    """
+    from PIL import Image
+
+    out = np.zeros((len(rows.columns), 3, size[1], size[0]), dtype=np.uint8)
 
     def put(row: int, image: Any) -> None:
         if image.mode[0] in "IF":  # converting would clip, not scale
             raise ValueError(f"it has more than 8 bits a channel (mode {image.mode})")
-        out[row] = _fitted(_opaque(ImageOps.exif_transpose(image) if _turned(image) else image), size)
+        turn = UPRIGHT.get(_turned(image))
+        rgb = _opaque(image)
+        out[row] = _fitted(rgb if turn is None else rgb.transpose(Image.Transpose[turn]), size)
 
-    _opened(rows, column, put)
+    _opened(rows, column, put, failed)
     return torch.from_numpy(out)
 
 
 def _turned(image: Any) -> int:
     """The EXIF orientation, 2 to 8, of a picture that a camera stored turned or mirrored; 0 for all others."""
-    if image.format not in CAMERAS:  # a PNG would be decoded to look for it
+    if image.format not in CAMERAS and not (image.format == "PNG" and "exif" in image.info):  # others would be decoded
         return 0
-    orientation = image.getexif().get(ORIENTATION, 1)
+    try:
+        orientation = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # notes can be damaged in any way while the picture is whole
+        return 0
     return orientation if orientation in range(2, 9) else 0
 
 

@@ -17,10 +17,10 @@ from .. import tree
 from ..data.table import Federation, Shard
 from ..errors import UsageError, UserError
 from ..evaluate import Evaluation
-from ..letters import Answer, Letter, Post, clean
+from ..letters import Answer, Letter, Post
 from ..local import Worker
 from ..memory import ClientMemory, Index
-from ..progress import clock
+from ..progress import clean, clock
 from ..tree import Tree
 from ..uploads import LARGEST_LOSS, Refusal, Upload, check
 from .serial import Serial
