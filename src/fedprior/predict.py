@@ -32,11 +32,10 @@ ABOUT = ("net", "method", "settings", "classes", "size", "mean", "std", "precisi
 MODEL = "model.safetensors"
 DEVICES = ("auto", "cpu", "cuda")
 LARGEST = 4096  # pixels a side of a model's images; a file that says more is damaged
-BESIDE = frozenset(  # endings of files that lie beside images and are none
-    (
-        ".txt .md .rst .html .pdf .log .csv .tsv .json .jsonl .xml .yaml .yml .toml "
-        ".ini .db .parquet .npy .npz .py .sh .zip .gz .tar .sha256 .md5"
-    ).split()
+BESIDE = (  # endings of files that lie beside images and are none
+    {".txt", ".md", ".rst", ".html", ".pdf", ".log", ".csv", ".tsv"}
+    | {".json", ".jsonl", ".xml", ".yaml", ".yml", ".toml", ".ini", ".db"}
+    | {".parquet", ".npy", ".npz", ".py", ".sh", ".zip", ".gz", ".tar", ".sha256", ".md5"}
 )
 
 
