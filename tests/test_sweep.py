@@ -306,13 +306,13 @@ def test_wrong_words_are_one_line(words, message, tmp_path, capsys, monkeypatch)
 
 def test_a_figure_of_a_sweep_s_page_has_few_lines_and_rows_of_one_kind_together():
     arm = lambda row: Arm(name=", ".join(row), curves=[])
-    many = {(a, b): arm((a, b)) for a in ("x", "y") for b in "pqrs"}
+    many = {(a, b): arm((a, b)) for a in ("x", "y", "z") for b in "pqrs"}
     names = [[a.name for a in part] for part in sweep_page.parts_of(many)]
-    assert names == [[f"{a}, {b}" for b in "pqrs"] for a in ("x", "y")]
-    flat = {(str(i),): arm((str(i),)) for i in range(8)}
-    assert [len(part) for part in sweep_page.parts_of(flat)] == [6, 2]
-    few = dict(list(many.items())[:5])
-    assert [len(part) for part in sweep_page.parts_of(few)] == [5]
+    assert names == [[f"{a}, {b}" for b in "pqrs"] for a in ("x", "y", "z")]
+    flat = {(str(i),): arm((str(i),)) for i in range(11)}
+    assert [len(part) for part in sweep_page.parts_of(flat)] == [8, 3]
+    few = dict(list(many.items())[:7])
+    assert [len(part) for part in sweep_page.parts_of(few)] == [7]
     assert sweep_page.parts_of({}) == []
 
 

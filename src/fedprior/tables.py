@@ -100,7 +100,7 @@ def of(folder: Path, metric: Metric = "mean_last10", against: str = "") -> Table
             for row in strongest({row: entries[row, column].values for row in rows}, better == "lower"):
                 entries[row, column] = replace(entries[row, column], strong=True)
     judged = {store.read_json(folder / "cells" / c.name / "result.json").get("judged_on", "test") for c in found}
-    says = MEASURES[metric].says.format(joined(sorted(judged)))
+    says = MEASURES[metric].says.format(" or ".join(sorted(judged)))
     says = f"gain over {against} in {says}" if against else says
     heads = tuple(axis.name for axis in sweep.rows)
     told = [*notes(sweep, metric, entries, says, bool(against)), origin(folder, found)]
@@ -110,10 +110,6 @@ def of(folder: Path, metric: Metric = "mean_last10", against: str = "") -> Table
 def entry(values: Mapping[int, float | None], seeds: int, published: Published | None = None) -> Entry:
     mean, spread = summary.across_seeds(list(values.values()))
     return Entry(dict(values), seeds - len(values), mean, spread, published=published)
-
-
-def joined(words: Sequence[str]) -> str:
-    return " or ".join(words)
 
 
 def value(folder: Path, sweep: Sweep, cell: Cell, metric: Metric) -> float | None:

@@ -34,6 +34,7 @@ def predict(
     """Classify images with a trained model; where class folders or columns give labels, say how often it is right.
     Images that cannot be read are named and left out, and the exit code is 1 then."""
     from .. import predict as predicting
+    from ..data.pictures import find
     from ..progress import clean, for_terminal
     from .priors import refuse_unwritable, writing
 
@@ -45,7 +46,7 @@ def predict(
     classifier = predicting.load(model, device)
     classes, progress = classifier.classes, for_terminal()
     top = min(top, len(classes))
-    found = [predicting.find(path, classes, image, label) for path in paths]  # a wrong path shows before any work
+    found = [find(path, classes, image, label) for path in paths]  # a wrong path shows before any work
     for one in found:
         for remark in one.remarks:
             progress.say(clean(remark, LONGEST))

@@ -454,7 +454,7 @@ def _opened(
 
 def _commonest_size(rows: Rows, column: str) -> Size:
     sizes: Counter[Size] = Counter()
-    _opened(rows, column, lambda row, image: sizes.update([image.size[::-1] if _on_its_side(image) else image.size]))
+    _opened(rows, column, lambda row, image: sizes.update([image.size[::-1] if _turned(image) >= 5 else image.size]))
     return max(sizes, key=lambda size: (sizes[size], size[0] * size[1], size))
 
 
@@ -488,10 +488,6 @@ def _turned(image: Any) -> int:
     except Exception:  # notes can be damaged in any way while the picture is whole
         return 0
     return orientation if orientation in range(2, 9) else 0
-
-
-def _on_its_side(image: Any) -> bool:
-    return _turned(image) >= 5
 
 
 def _opaque(image: Any) -> Any:

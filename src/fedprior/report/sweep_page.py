@@ -14,7 +14,7 @@ from .summary import Arm
 if TYPE_CHECKING:
     from markupsafe import Markup
 
-CURVES = 6  # rows that a figure shows; with more, lines cannot be told apart
+CURVES = 8  # rows that a figure shows; with more, lines cannot be told apart
 
 
 def write(folder: Path, metric: tables.Metric, path: Path) -> None:
