@@ -12,9 +12,10 @@ from scipy import stats
 
 from fedprior import store, tables
 from fedprior.errors import UsageError, UserError
+from fedprior.paired import differs
 from fedprior.sweep import Axis, Sweep, describe
 from fedprior.table_forms import comma_separated, latex, markdown
-from fedprior.tables import differs, strongest
+from fedprior.tables import strongest
 
 
 def swept(folder, accuracies, seeds=(0, 1, 2), table="", target=None, labels=("a", "b")):

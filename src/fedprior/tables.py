@@ -11,6 +11,7 @@ import numpy as np
 
 from . import store
 from .errors import UsageError, UserError
+from .paired import FEW, LEAST, TESTED, differs
 from .progress import clock
 from .record import metrics
 from .report import summary
@@ -18,8 +19,6 @@ from .sweep import Cell, Sweep, done, load
 
 Metric = Literal["mean_last10", "last", "best", "rounds_to_target", "MB_to_target", "hours", "synthetic_rows"]
 Labels = tuple[str, ...]
-LEVEL = 0.05  # of the paired test
-LEAST = 3  # seeds: with two, gaps of 10 points may be "not significant"
 
 
 class Measure(NamedTuple):
@@ -155,20 +154,6 @@ def strongest(values: Mapping[Labels, Mapping[int, float | None]], lower: bool =
     return [row for row, gap in gaps.items() if equal(gap) or (len(seeds) >= LEAST and not differs(gap))]
 
 
-def differs(gaps: np.ndarray) -> bool:
-    """Whether the mean of float64 [seeds] is told from 0 by a two-sided t-test at 5 %; of the differences between two
-    rows it is the paired t-test, which lets each row have a spread of its own. Two numbers tell nothing: False."""
-    from scipy import stats
-
-    n = len(gaps)
-    if n < LEAST:
-        return False
-    mean, noise = float(gaps.mean()), float(gaps.std(ddof=1)) / math.sqrt(n)
-    if noise <= 1e-9:  # of points: the same difference with every seed
-        return abs(mean) > 1e-9
-    return bool(2 * stats.t.sf(abs(mean) / noise, n - 1) < LEVEL)
-
-
 # gains over a row
 
 
@@ -225,8 +210,8 @@ def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str,
         + (f"mean ± sample standard deviation over {seeds} seeds" if seeds > 1 else "one seed")
         + f" ({', '.join(map(str, sweep.seeds))}){', paired by seed' if signed else ''}."
     ]
-    tested = "two-sided paired t-test over seeds at 5 %, not adjusted for the number of rows"
-    few = " Few seeds tell only large differences from chance." if seeds < FEW_SEEDS else ""
+    tested = f"{TESTED}, not adjusted for the number of rows"
+    few = " Few seeds tell only large differences from chance." if seeds < FEW else ""
     if seeds < LEAST:
         out.append(
             f"{'One seed' if seeds == 1 else 'Two seeds'} cannot tell an effect from chance"
@@ -249,9 +234,6 @@ def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str,
     if any(None in e.values.values() for e in entries.values()):
         out.append("Not every seed reached the target; means are over those that did, and such entries are marked.")
     return out
-
-
-FEW_SEEDS = 5  # below these a t-test over seeds has little power
 
 
 def origin(folder: Path, cells: Iterable[Cell]) -> str:
