@@ -1,7 +1,10 @@
 """Sweeps: what a cell is, what survives a kill, and that one failure stops nothing."""
 
+import errno
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,14 +13,16 @@ from dataclasses import replace
 
 import pytest
 
-from fedprior import sweep as grids
+from fedprior import store
+from fedprior import sweep_run as running
 from fedprior import sweeps as named
 from fedprior.cli import main
 from fedprior.errors import UsageError, UserError
 from fedprior.progress import Silent
 from fedprior.report import sweep_page
 from fedprior.report.summary import Arm
-from fedprior.sweep import Axis, Sweep, carry_out, fitting, grid, load, reserve, slug
+from fedprior.sweep import NOTHING, Axis, Sweep, grid, idle, slug
+from fedprior.sweep_run import carry_out, describe, load, reserve
 
 SMALL = ("clients=4", "cohort=2", "rounds=2", "steps=2", "batch_size=8")
 
@@ -93,10 +98,18 @@ def test_what_is_no_grid_is_one_line(words, why):
         grid(words)
 
 
-def test_labels_that_would_share_a_directory_are_refused():
-    axis = Axis(name="a", values={"x y": ("steps=1",), "x/y": ("steps=2",)})
-    with pytest.raises(UsageError, match="two cells would be called x_y-seed0"):
-        Sweep(name="n", base=(), rows=(axis,))
+def test_labels_that_would_share_a_directory_or_are_too_long_for_one_get_names_of_their_own():
+    axis = Axis(name="a", values={"x y": ("steps=1",), "x/y": ("steps=2",), "X/Y": ("steps=3",), "z": ("steps=4",)})
+    names = [cell.name for cell in Sweep(name="n", base=(), rows=(axis,)).cells()]
+    assert len({name.casefold() for name in names}) == 4
+    assert all(name.startswith("x_y-") and name.endswith("-seed0") for name in names[:2])
+    assert names[3] == "z-seed0"
+    dashes = [Axis(name=n, values={label: (f"{n}={label}",) for label in ("a", "a-b", "b")}) for n in "xy"]
+    names = [cell.name for cell in Sweep(name="n", base=(), rows=tuple(dashes)).cells()]
+    assert len(set(names)) == 9
+    long = Axis(name="data.path", values={f"/{'é' * 300}/{i}": (f"data.path={i}",) for i in range(2)})
+    made = Sweep(name="n", base=(), rows=(long,), seeds=(10**9,))
+    assert all(len(made.experiment(cell).name.encode()) <= 200 for cell in made.cells())
 
 
 @pytest.mark.parametrize(("text", "name"), [("Dir(0.5)", "Dir_0.5"), ("+ diversity", "+_diversity"), ("/", "_")])
@@ -104,10 +117,28 @@ def test_a_label_becomes_a_name(text, name):
     assert slug(text) == name
 
 
-def test_words_of_what_is_switched_off_are_left_out():
-    words = ("digits", "balance=max", "balance.pool_size=3", "guide=feddifrc", "guide.levels=4", "balance=none")
-    assert fitting(words) == ["digits", "balance=max", "guide=feddifrc", "guide.levels=4", "balance=none"]
-    assert fitting(("balance=none", "balance=max", "balance.cap=3")) == ["balance=none", "balance=max", "balance.cap=3"]
+def test_words_that_mean_nothing_in_a_cell_but_in_another_are_left_out_there():
+    plain, filled = ("digits", "balance=none", "balance.cap=3", "steps=2"), ("digits", "balance=max", "balance.cap=3")
+    assert idle([plain, filled]) == [{"balance.cap=3"}, set()]
+    assert idle([plain]) == [set()]  # a slip, which the experiment refuses
+    assert idle([("balance=none", "balance=max", "balance.cap=3")]) == [set()]  # the last word counts
+    made = grid(["method=fedavg,fedprox,feddifrc", "method.mu=0.1", "guide.timestep=100"])
+    said = {cell.row[0]: cell.words for cell in made.cells()}
+    assert said["fedavg"] == ("method=fedavg", "seed=0")
+    assert said["fedprox"] == ("method.mu=0.1", "method=fedprox", "seed=0")
+    assert said["feddifrc"] == ("guide.timestep=100", "method=feddifrc", "seed=0")
+    assert made.experiment(made.cells()[1]).method.mu == 0.1
+    lora = grid(["adapt=none,lora", "balance=max", "balance.pool=per_client"])  # senseless without its inner words
+    assert [bool(lora.experiment(cell).adapt) for cell in lora.cells()] == [False, True]
+
+
+def test_rows_that_say_the_same_are_one():
+    made = grid(["balance=none,max", "balance.cap=3,4", "seed=0,1", "partition.alpha=0.1,1"])
+    rows = list(dict.fromkeys(cell.row for cell in made.cells()))
+    assert rows == [("none", NOTHING), ("max", "3"), ("max", "4")]
+    assert len(made.cells()) == 3 * 2 * 2
+    assert made.cells()[0].name == "none-alpha_0.1-seed0"
+    assert len({repr(made.experiment(cell)) for cell in made.cells()}) == 12
 
 
 # the papers' tables
@@ -208,7 +239,7 @@ def test_a_sweep_has_a_page_with_its_table_its_curves_and_what_failed(tmp_path, 
         assert part in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     (folder / "cells" / "local-alpha_1-seed1" / "result.json").unlink()
-    grids.note(folder, "local-alpha_1-seed1", "the disk was full\n")
+    running.note(folder, "local-alpha_1-seed1", "the disk was full\n")
     assert call(capsys, monkeypatch, "report", folder, "--out", tmp_path / "x.html")[0] == 0
     text = (tmp_path / "x.html").read_text()
     assert "7 of 8 cells" in text
@@ -270,7 +301,7 @@ def test_a_worker_that_dies_takes_one_cell_with_it(tmp_path, monkeypatch):
     made = grid([*SMALL, "method=fedavg,local,moon"])
     folder = tmp_path / made.name
     reserve(made, folder)
-    deadly = "import os, sys, fedprior.run as r, fedprior.sweep as s; plain = r.run\n"
+    deadly = "import os, sys, fedprior.run as r, fedprior.sweep_run as s; plain = r.run\n"
     deadly += (
         "def run(e, *a, **k):\n    os._exit(7) if e.name.startswith('local') else None\n    return plain(e, *a, **k)\n"
     )
@@ -280,7 +311,7 @@ def test_a_worker_that_dies_takes_one_cell_with_it(tmp_path, monkeypatch):
         def __init__(self, command, **more):
             super().__init__([command[0], "-c", deadly, command[-1]], **more)
 
-    monkeypatch.setattr(grids.subprocess, "Popen", Deadly)
+    monkeypatch.setattr(running.subprocess, "Popen", Deadly)
     standing = carry_out(folder, 2, Silent())
     assert standing.done == 2
     assert standing.failed == {"local-seed0": "its process ended with code 7 (out of memory?)"}
@@ -324,3 +355,198 @@ def test_a_key_given_twice_or_set_by_a_paper_s_axis_is_refused():
     for word in ("target=0.5", "partition.alpha=0.3", "method=moon"):
         with pytest.raises(UsageError, match=f"'{word}' is set by the table's axis"):
             named.named("gen-fedsd/table3", ["scale=smoke", word])
+
+
+# what changed, is damaged or is another's
+
+
+def swept(tmp_path, *words):
+    """A sweep of two cells that is done."""
+    made = grid([*SMALL, "method=fedavg,local", "name=it", *words])
+    reserve(made, tmp_path / "it")
+    assert carry_out(tmp_path / "it", 1, Silent())[:2] == (2, {})
+    return made, tmp_path / "it"
+
+
+def test_a_settings_file_is_kept_and_one_that_changed_is_refused(tmp_path, monkeypatch, capsys):
+    """So that a sweep goes on from anywhere, and never mixes settings."""
+    monkeypatch.chdir(tmp_path)
+    words = ("sweep", "own.toml", "method=fedavg,local", "name=it", "--sweeps", tmp_path)
+    (tmp_path / "own.toml").write_text("clients = 4\ncohort = 2\nrounds = 2\nsteps = 2\n")
+    assert call(capsys, monkeypatch, *words)[0] == 0
+    assert load(tmp_path / "it").base == (str(tmp_path / "it" / "base.toml"),)
+    (tmp_path / "own.toml").write_text("clients = 4\ncohort = 2\nrounds = 3\nsteps = 2\n")
+    code, _, err = call(capsys, monkeypatch, *words)
+    assert code == 1
+    assert "own.toml has changed: rounds: 2 there, 3 here" in err
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "it/cells/local-seed0/result.json").unlink()
+    assert call(capsys, monkeypatch, "sweep", tmp_path / "it")[0] == 0
+    assert (tmp_path / "it/cells/local-seed0/result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("steps=3", "steps: 2 there, 3 here"),
+        ("rounds=3", "rounds: 2 there, 3 here"),
+        ("target=0.5", "target: none there, 0.5 here"),
+        ("evaluate_every=2", "evaluate_every: 1 there, 2 here"),
+        ("threads=2", "threads: 1 there, 2 here"),
+        ("workers=1", None),
+        ("memory_MB=5", None),
+        ("device=cpu", None),
+    ],
+)
+def test_cells_that_were_made_with_other_settings_are_refused(tmp_path, changed, named):
+    """As after an edit of sweep.json, or with another version's recipe."""
+    made, folder = swept(tmp_path)
+    store.write_json(folder / "sweep.json", describe(replace(made, base=(*made.base, changed))))
+    if named is None:
+        assert carry_out(folder, 1, Silent()).done == 2
+        return
+    with pytest.raises(UserError, match=rf"fedavg-seed0 was made with other settings \({named}\)"):
+        carry_out(folder, 1, Silent())
+    with pytest.raises(UserError, match="was made with other settings"):
+        reserve(load(folder), folder)
+
+
+def test_places_may_change_and_other_differences_are_named(tmp_path):
+    _, folder = swept(tmp_path)
+    reserve(grid([*SMALL, "method=fedavg,local", "name=it", "device=cpu", "memory_MB=9"]), folder)
+    assert load(folder).base[-2:] == ("device=cpu", "memory_MB=9")
+    assert carry_out(folder, 1, Silent()).done == 2
+    for words, why in (
+        (["method=fedavg,moon"], "method: fedavg, local there, method: fedavg, moon here"),
+        (["method=fedavg,local", "steps=3"], "nothing else there, steps=3 here"),
+        (["method=fedavg,local", "partition.alpha=1,2"], "nothing else there, partition.alpha: alpha=1, alpha=2 here"),
+    ):
+        with pytest.raises(UserError, match=f"holds another sweep \\({re.escape(why)}\\)"):
+            reserve(grid([*SMALL, *words, "name=it"]), folder)
+    with pytest.raises(UserError, match="nothing else there, digits here"):
+        reserve(grid(["digits", *SMALL, "method=fedavg,local", "name=it"]), folder)
+    (tmp_path / "own.toml").write_text("")
+    with pytest.raises(UserError, match="another recipe or file"):
+        reserve(grid([str(tmp_path / "own.toml"), *SMALL, "method=fedavg,local", "name=it"]), folder)
+
+
+def test_one_experiment_under_two_labels_is_refused(tmp_path):
+    for words in (["rounds=2,02"], ["balance=none,max", "balance.cap=3,4", "--"]):
+        columns = ["balance.cap"] if words[-1] == "--" else []
+        made = grid([*SMALL[:2], *[word for word in words if word != "--"], "name=it"], columns)
+        with pytest.raises(UsageError, match="are the same experiment"):
+            reserve(made, tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "result.json", "manifest.json", "clients.parquet", "config.toml"])
+def test_a_damaged_cell_is_named_with_the_remedy_and_the_others_stand(tmp_path, file, capsys, monkeypatch):
+    _, folder = swept(tmp_path)
+    torn = folder / "cells" / "local-seed0" / file
+    torn.write_bytes(b"\x00{" if file == "config.toml" else torn.read_bytes()[:20] if file != "result.json" else b"")
+    code, out, err = call(capsys, monkeypatch, "sweep", folder)
+    if file == "manifest.json":  # nobody knows that it was done, and so it goes on from its last checkpoint
+        assert code == 0
+        return
+    assert code == 1
+    assert "| fedavg |" in out
+    assert "Traceback" not in err
+    assert "its files are damaged" in err
+    assert f"remove {folder / 'cells' / 'local-seed0'} and run the same command" in err
+    shutil.rmtree(folder / "cells" / "local-seed0")
+    assert call(capsys, monkeypatch, "sweep", folder)[0] == 0
+
+
+def test_an_empty_note_of_a_failure_is_a_failure(tmp_path):
+    made, folder = swept(tmp_path)
+    (folder / "failed").mkdir()
+    (folder / "failed" / "local-seed0.txt").write_bytes(b"")
+    assert running.tally(made, folder).failed == {"local-seed0": "failed; nothing was noted of why"}
+    assert carry_out(folder, 1, Silent())[:2] == (2, {})
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    made = grid([*SMALL, "partition.min_size=1", "clients=100000,4", "name=it"])
+    reserve(made, tmp_path / "it")
+    plain = store.write_text
+
+    def full(path, text, mode=0o644):
+        if path.parent.name == "failed":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(path, text, mode)
+
+    monkeypatch.setattr(store, "write_text", full)
+    with pytest.raises(UserError, match=r"No space left on device\) that 100000-seed0 failed \(clients=100000 is more"):
+        carry_out(tmp_path / "it", 1, Silent())
+
+
+def test_names_that_are_no_directory_s(tmp_path):
+    for name in ("../x", "a/b", ".", "x" * 201):
+        with pytest.raises(UsageError, match="name="):
+            grid(["method=fedavg,local", f"name={name}"])
+    (tmp_path / "it").write_text("a file")
+    with pytest.raises(UserError, match="is a file"):
+        reserve(grid(["method=fedavg,local", "name=it"]), tmp_path / "it")
+    (tmp_path / "left").mkdir()
+    (tmp_path / "left" / ".sweep.json.abc.tmp").write_text("{")  # of a kill while it was written
+    reserve(grid(["method=fedavg,local", "name=left"]), tmp_path / "left")
+
+
+def test_a_list_is_no_axis_and_neither_is_a_path_with_a_comma():
+    made = grid(["track=tensorboard,mlflow", "data.path=a,b", "method=fedavg,local"])
+    assert made.base == ("track=tensorboard,mlflow", "data.path=a,b")
+
+
+def test_cells_at_another_process_are_waited_for_and_taken_over(tmp_path, monkeypatch):
+    made = grid([*SMALL, "method=fedavg,local", "name=it"])
+    folder = tmp_path / "it"
+    reserve(made, folder)
+    (folder / "cells").mkdir()
+    held = running.lock_of(folder, made.cells()[1])
+    held.acquire()
+    said, naps = [], []
+
+    def nap(seconds):
+        naps.append(running.tally(load(folder), folder).done)
+        if len(naps) == 3:
+            held.release()  # the other process was killed
+
+    monkeypatch.setattr(running.time, "sleep", nap)
+    voice = Silent()
+    voice.say = said.append
+    assert carry_out(folder, 1, voice)[:2] == (2, {})
+    assert naps == [1, 1, 1]
+    assert said == [f"{folder}: 2 cells, 0 of them done; 2 to run", "1 cell is at another process, which is waited for"]
+
+
+def test_no_more_workers_than_cells(tmp_path, monkeypatch):
+    _, folder = swept(tmp_path)
+    (folder / "cells" / "local-seed0" / "result.json").unlink()
+    asked = []
+    monkeypatch.setattr(running, "hired", lambda *given: asked.append(given))
+    assert carry_out(folder, 8, Silent())[:2] == (2, {})
+    assert asked == []  # one cell, and this process runs it
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_stopped_says_so_in_one_line(tmp_path, way):
+    """To the whole group, as a terminal sends Ctrl-C."""
+    words = [*SMALL, "rounds=100000", "method=fedavg,moon", "name=it", "--workers", "2", "--sweeps", tmp_path]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fedprior.cli", "sweep", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while len(list(tmp_path.glob("it/cells/*/metrics.jsonl"))) < 2:
+        assert child.poll() is None
+        time.sleep(0.1)
+    os.killpg(child.pid, way)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 128 + way
+    assert "Traceback" not in err
+    assert "BrokenPipe" not in err
+    assert err.splitlines()[-1].startswith("stopped")

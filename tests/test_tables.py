@@ -13,7 +13,8 @@ from scipy import stats
 from fedprior import store, tables
 from fedprior.errors import UsageError, UserError
 from fedprior.paired import differs
-from fedprior.sweep import Axis, Sweep, describe
+from fedprior.sweep import Axis, Sweep
+from fedprior.sweep_run import describe
 from fedprior.table_forms import comma_separated, latex, markdown
 from fedprior.tables import strongest
 

@@ -109,10 +109,7 @@ class Experiment:
     track: str | None = None  # who is told each round's metrics, such as tensorboard,mlflow
 
     def __post_init__(self) -> None:
-        if len(self.name.encode()) > LONGEST_NAME:
-            raise UsageError(f"name= has {len(self.name.encode())} bytes, more than a directory name may have")
-        if self.name in (".", "..") or set(self.name) & set('/\\:*?"<>|=\0'):
-            raise UsageError(f"name={self.name} is no plain directory name; --runs says where it goes")
+        check_name(self.name)
         for key in ("clients", "batch_size", "cohort", "min_cohort", "rounds", "evaluate_every", "threads"):
             if getattr(self, key) < 1:
                 raise UsageError(f"{key} must be at least 1, not {getattr(self, key)}")
@@ -191,6 +188,16 @@ class Experiment:
             raise UsageError("method.option=I takes gradients without the guide; use method.option=II with guide=")
 
 
+def check_name(name: str) -> None:
+    """Raises UsageError for a name that no directory can have."""
+    if len(name.encode()) > LONGEST_NAME:
+        raise UsageError(
+            f"name= has {len(name.encode())} bytes, more than a directory name may have; give a shorter one"
+        )
+    if name in (".", "..") or set(name) & set('/\\:*?"<>|=\0'):
+        raise UsageError(f"name={name} is no plain directory name; --runs or --sweeps say where it goes")
+
+
 @dataclass(frozen=True)
 class Choice:
     """A field that is set by a name: which class or factory the name stands for."""
@@ -240,6 +247,12 @@ def keys(experiment: Experiment) -> list[str]:
         if f.name in CHOICES and value is not None:
             out += [f"{f.name}.{g.name}" for g in _settable(value)]
     return out
+
+
+def takes(experiment: Experiment, key: str) -> bool:
+    """Whether a key such as "balance.cap" means something beside the experiment's other values."""
+    head, _, tail = key.partition(".")
+    return hasattr(experiment, head) and _has(head, _shown(experiment, head), tail)
 
 
 def override(experiment: Experiment, words: Sequence[str]) -> Experiment:

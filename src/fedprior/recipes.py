@@ -212,16 +212,25 @@ def spoken(words: Sequence[str]) -> Experiment:
     base, words = Experiment(), list(words)
     if words and "=" not in words[0]:
         source = words.pop(0)
-        path = Path(source)
-        if source in RECIPES:
+        path = settings_file(source)
+        if path is None:
             base = RECIPES[source]()
-        elif path.is_dir():
-            base = replace(from_toml(path / "config.toml"), name="")  # the directory keeps its name
-        elif path.suffix == ".toml" or path.is_file():
-            base = from_toml(path)
         else:
-            raise unknown("recipe, file or run directory", source, RECIPES)
+            base = from_toml(path)
+            base = replace(base, name="") if Path(source).is_dir() else base  # the directory keeps its name
     return override(base, words)
+
+
+def settings_file(source: str) -> Path | None:
+    """The TOML file that a first word names: itself or a run directory's; None for a recipe. Raises UsageError else."""
+    path = Path(source)
+    if source in RECIPES:
+        return None
+    if path.is_dir():
+        return path / "config.toml"
+    if path.suffix == ".toml" or path.is_file():
+        return path
+    raise unknown("recipe, file or run directory", source, RECIPES)
 
 
 FEDDIFRC_ABLATION: dict[str, tuple[str, tuple[str, ...]]] = {

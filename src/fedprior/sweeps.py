@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .errors import UsageError, unknown
-from .sweep import Axis, Sweep, several, whole
+from .sweep import PLACES, Axis, Sweep, several, whole
 from .tables import Published
 
 SEEDS = (0, 1, 2)
@@ -221,13 +221,10 @@ def named(name: str, words: list[str]) -> Sweep:
                 f"'{clash[0]}' is set by the table's axis '{axis.name}'; leave it out, or sweep a grid of your own"
             )
     changed: dict[str, Any] = {"base": (*made.base, *more), "seeds": seeds or made.seeds, "name": own or made.name}
-    if [word for word in more if word.partition("=")[0] not in PLACES]:
+    if [word for word in more if word.partition("=")[0].replace("-", "_") not in PLACES]:
         changed["scale"] = "; ".join(filter(None, [made.scale, f"changed: {' '.join(more)}"]))
     return Sweep(**({f: getattr(made, f) for f in Sweep.__dataclass_fields__} | changed))
 
-
-PLACES = ("data.path", "device", "engine", "workers", "threads", "memory_MB", "prior.offline")
-"""Keys that say where things are, and change no result."""
 
 VANILLA = (
     "* The paper's vanilla FedProx and FedNova are far below its FedAvg, which its stated settings cannot explain: "

@@ -15,7 +15,8 @@ from .paired import FEW, LEAST, TESTED, differs
 from .progress import clock
 from .record import metrics
 from .report import summary
-from .sweep import Cell, Sweep, done, load
+from .sweep import Cell, Sweep
+from .sweep_run import done, load
 
 Metric = Literal["mean_last10", "last", "best", "rounds_to_target", "MB_to_target", "hours", "synthetic_rows"]
 Labels = tuple[str, ...]

@@ -30,18 +30,18 @@ def sweep(
     """Run a grid of experiments: `sweep gen-fedsd/table1 scale=smoke`, or `sweep method=fedavg,moon seed=0,1,2`.
 
     The same command goes on with what was stopped, and tries again what failed."""
-    from .. import sweep as grids
     from ..choice import cores
     from ..progress import for_terminal
     from ..report import sweep_page
+    from ..sweep_run import carry_out, load, reserve
     from ..table_forms import markdown
     from ..tables import costs, of, spending
 
     made, folder = meant(list(words or []), sweeps, columns or [])
     if made is not None:
-        grids.reserve(made, folder)
-    whole = grids.load(folder)
-    standing = grids.carry_out(folder, workers or cores(), for_terminal())
+        reserve(made, folder)
+    whole = load(folder)
+    standing = carry_out(folder, workers or cores(), for_terminal())
     result: dict[str, Any] = {"directory": str(folder), "cells": standing.cells, "done": standing.done}
     if standing.done:
         table = of(folder, metric_of(whole, "auto"))
@@ -64,7 +64,7 @@ def sweep(
 
 def meant(words: list[str], root: Path, columns: list[str]) -> "tuple[Sweep | None, Path]":
     """-> (the sweep, None for one that is there; its directory)"""
-    from .. import sweep as grids
+    from ..sweep import grid
     from ..sweeps import SWEEPS, named
 
     if words and "=" not in words[0] and (Path(words[0]) / "sweep.json").exists():
@@ -78,7 +78,7 @@ def meant(words: list[str], root: Path, columns: list[str]) -> "tuple[Sweep | No
     else:
         if scaled := [word for word in words if word.startswith("scale=")]:
             raise UsageError(f"{scaled[0]} is for a paper's table; choose from {', '.join(SWEEPS)}")
-        made = grids.grid(words, columns)
+        made = grid(words, columns)
     return made, root / made.name
 
 
@@ -107,7 +107,7 @@ def table(
     out: Annotated[Path | None, typer.Option(help="A file in the place of the screen.")] = None,
 ) -> None:
     """The results of a sweep as a table: Markdown, LaTeX (booktabs) or CSV."""
-    from ..sweep import load
+    from ..sweep_run import load
     from ..table_forms import FORMATS
     from ..tables import of
 

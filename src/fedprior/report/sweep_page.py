@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import store, table_forms, tables
-from ..sweep import Sweep, Tally, done, load, tally
+from ..sweep import Sweep
+from ..sweep_run import Tally, done, load, tally
 from . import html, summary
 from .html import Card, Section
 from .load import arm
