@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from scipy import stats
 from fedprior import store, tables
 from fedprior.errors import UsageError, UserError
 from fedprior.paired import differs
-from fedprior.sweep import Axis, Sweep
+from fedprior.resume import RESULT
+from fedprior.sweep import NOTHING, Axis, Sweep
 from fedprior.sweep_run import describe
 from fedprior.table_forms import comma_separated, latex, markdown
 from fedprior.tables import strongest
@@ -37,8 +39,8 @@ def swept(folder, accuracies, seeds=(0, 1, 2), table="", target=None, labels=("a
         ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         store.write_json(run / "manifest.json", {"status": "done"})
-        numbers = {"seconds": 36.0, "uplink_MB": 2.0, "downlink_MB": 1.0, "synthetic_rows": 5, "target": target}
-        store.write_json(run / "result.json", numbers)
+        numbers = dict.fromkeys(RESULT, 0) | {"seconds": 36.0, "uplink_MB": 2.0, "downlink_MB": 1.0}
+        store.write_json(run / "result.json", numbers | {"synthetic_rows": 5, "target": target})
     return folder
 
 
@@ -212,9 +214,103 @@ def test_what_is_not_done_is_counted(tmp_path):
     few = {key: value for key, value in FULL.items() if key[2] < 2 and key[:2] != ("b", "r")}
     text = markdown(tables.of(swept(tmp_path, few)))
     assert "6 of 12 cells are not done" in text
-    assert "| b | 20.2 ± 0.4 | – |" in text or "| b | 20.3 ± 0.4 | – |" in text
+    assert re.search(r"^\| b \| 20\.[23] ± 0\.4 \(2 of 3 seeds\) \| – \|$", text, flags=re.M)
     with pytest.raises(UserError, match="no cell of"):
         tables.of(swept(tmp_path / "none", {}))
+
+
+def test_entries_over_fewer_seeds_say_so_and_the_test_is_named_by_what_it_had(tmp_path):
+    """Two of three seeds tell nothing, though three were asked for."""
+    few = {key: value for key, value in FULL.items() if key != ("b", "r", 2)}
+    text = markdown(tables.of(swept(tmp_path / "one", few)))
+    assert re.search(r"^\| b \| 20\.5 ± 0\.5 \| 20\.[23] ± 0\.4 \(2 of 3 seeds\) \|$", text, flags=re.M)
+    assert "Where fewer than three seeds can be compared, the best alone is." in text
+    two = {key: value for key, value in FULL.items() if key[0] == "a" or key[2] < 2}
+    text = markdown(tables.of(swept(tmp_path / "two", two)))
+    assert "- Two seeds, as many as all rows of a column have, cannot tell an effect from chance; bold is" in text
+    assert "t-test" not in text
+
+
+def change(folder, name, lines=lambda line: line, **result):
+    """Changes a cell's result.json and the lines of its metrics.jsonl."""
+    run = folder / "cells" / name
+    store.write_json(run / "result.json", store.read_json(run / "result.json") | result)
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(lines(line)) + "\n" for line in found))
+
+
+def test_numbers_of_another_kind_are_marked_and_never_bold(tmp_path):
+    folder = swept(tmp_path, FULL)
+    for seed in range(3):
+        change(folder, f"a-r-seed{seed}", models="own")
+    table = tables.of(folder)
+    assert {key: e.marks for key, e in table.entries.items() if e.marks} == {(("a",), ("r",)): "†"}
+    assert [table.entries[(row,), ("r",)].strong for row in "ab"] == [False, True]  # though a is far better
+    assert "† mean over clients' own models; a number of another kind" in markdown(table)
+    assert "| a | **30.5 ± 0.5** | 30.5 ± 0.5† |" in markdown(table)
+    assert r"30.5 $\pm$ 0.5$\dagger$ \\" in latex(table)
+    marks = [(r["method"], r["column"], r["marks"]) for r in csv.DictReader(io.StringIO(comma_separated(table)))]
+    assert marks.count(("a", "r", "†")) == 3
+    assert sum(bool(mark) for *_, mark in marks) == 3
+    gain = tables.of(folder, against="b")
+    assert [(gain.entries[("a",), (c,)].marks, gain.entries[("a",), (c,)].strong) for c in ("p|q", "r")] == [
+        ("", True),
+        ("†", False),
+    ]
+    assert not any(e.marks for e in tables.of(folder, "hours").entries.values())
+
+
+def test_what_holds_for_all_is_said_once(tmp_path):
+    folder = swept(tmp_path, FULL)
+    for path in (folder / "cells").iterdir():
+        change(folder, path.name, lambda line: line | {"per_domain": {"x": 0.1}}, judged_on="validation")
+    text = markdown(tables.of(folder))
+    said = "- Validation accuracy in %, mean of the last 2 rounds, mean over domains; mean"
+    assert text.splitlines()[5].startswith(said)
+    assert "¶" not in text
+    assert "§" not in text
+    change(folder, "b-r-seed1", judged_on="test")
+    table = tables.of(folder)
+    assert table.entries[("b",), ("r",)].marks == "§"
+    assert table.entries[("b",), ("p|q",)].marks == "§"
+
+
+def test_training_that_did_not_count_is_told(tmp_path):
+    folder = swept(tmp_path, FULL)
+    refused = lambda line: line | {"refused": [{"client": 1, "reason": "x"}] * 2, "skipped": line["round"] == 2}
+    change(folder, "b-r-seed1", refused)
+    table = tables.of(folder)
+    assert table.entries[("b",), ("r",)].marks == "‡"
+    assert "‡ Not all training counted. b, r: 4 updates refused, 1 of 6 rounds left the model as it was." in table.notes
+    assert tables.of(folder, against="a").entries[("b",), ("r",)].marks == "‡"
+
+
+def test_latex_rows_begin_with_nothing_that_ends_a_line(tmp_path):
+    found = {(f"[{row}]" if row == "a" else "*b", *rest): x for (row, *rest), x in FULL.items()}
+    tex = latex(tables.of(swept(tmp_path, found, labels=("[a]", "*b"))))
+    assert "\n{}[a] & " in tex
+    assert "\n{}*b & " in tex
+
+
+def test_gains_over_a_row_beside_which_other_axes_mean_nothing():
+    rows = [("none", NOTHING), ("max", "3"), ("max", "4")]
+    assert tables.baselines(rows, "none") == {("max", "3"): ("none", NOTHING), ("max", "4"): ("none", NOTHING)}
+    assert tables.baselines(rows, "3") == {("max", "4"): ("max", "3")}
+    with pytest.raises(UsageError, match="all that varies goes along the columns"):
+        tables.baselines([()], "none")
+
+
+def test_a_damaged_cell_is_one_line(tmp_path):
+    folder = swept(tmp_path, FULL)
+    (folder / "cells" / "b-r-seed1" / "metrics.jsonl").write_text("{")
+    with pytest.raises(UserError, match="b-r-seed1 is damaged; `fedprior sweep"):
+        tables.of(folder)
+
+
+def test_an_axis_is_called_like_nothing_else():
+    axis = lambda name, *labels: Axis(name=name, values=dict.fromkeys(labels, ()))
+    with pytest.raises(UsageError, match="'method' is the name of an axis and of something else"):
+        Sweep(name="n", base=(), rows=(axis("method", "a", "b"),), columns=(axis("x", "method", "c"),))
 
 
 def test_costs_are_sums_over_cells(tmp_path):

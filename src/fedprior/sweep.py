@@ -71,6 +71,9 @@ class Sweep:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+        names = [axis.name for axis in (*self.rows, *self.columns)]
+        if twice := [name for name in names if names.count(name) > 1 or any(name in a.values for a in self.columns)]:
+            raise UsageError(f"'{twice[0]}' is the name of an axis and of something else; a table needs it once")
         if not self.rows and not self.columns:
             raise UsageError("nothing varies; give a key several values, such as method=fedavg,scaffold")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):

@@ -216,6 +216,7 @@ class Tally(NamedTuple):
 
 
 def tally(sweep: Sweep, folder: Path) -> Tally:
+    """How many cells are done, and which failed and why."""
     cells = sweep.cells()
     failed = {cell.name: why for cell in cells if (why := reason(folder, cell)) is not None}
     return Tally(sum(done(folder, cell) for cell in cells), failed, len(cells))

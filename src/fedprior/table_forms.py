@@ -14,10 +14,10 @@ def shown(entry: Entry, table: Table) -> str:
     text = f"{entry.mean:{'+' if table.signed else ''}.{places}f}"
     if entry.spread is not None:
         text += f" ± {entry.spread:.{max(places, 1)}f}"
-    reached = [v for v in entry.values.values() if v is not None]
-    if len(reached) < len(entry.values):
-        text += f" ({len(reached)} of {len(entry.values)} seeds)"
-    return text
+    reached, seeds = sum(v is not None for v in entry.values.values()), len(entry.values) + entry.missing
+    if reached < seeds:
+        text += f" ({reached} of {seeds} seeds)"
+    return text + entry.marks
 
 
 def beside(entry: Entry, table: Table) -> str:
@@ -60,6 +60,7 @@ ESCAPES = str.maketrans(
         "\\": r"\textbackslash{}",
     }
     | {"±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": "$|$"}
+    | {"†": r"$\dagger$", "‡": r"$\ddagger$", "§": r"\S{}", "¶": r"\P{}"}
 )
 
 
@@ -79,23 +80,26 @@ def latex(table: Table) -> str:
             entry = table.entries[row, column]
             text = shown(entry, table).translate(ESCAPES)
             cells.append((f"\\textbf{{{text}}}" if entry.strong else text) + beside(entry, table).translate(ESCAPES))
-        lines.append(" & ".join([*(label.translate(ESCAPES) for label in row), *cells]) + r" \\")
+        line = " & ".join([*(label.translate(ESCAPES) for label in row), *cells])
+        guard = "{}" if line.startswith(("[", "*")) else ""  # which LaTeX takes for an argument of the last line's end
+        lines.append(f"{guard}{line} \\\\")
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
 
 
 def comma_separated(table: Table) -> str:
-    """One line a cell and seed, and the paper's number: for other programs."""
+    """One line a cell and seed, the paper's number, and marks as below a table: for other programs."""
     out = io.StringIO()
     write = csv.writer(out, lineterminator="\n")
     number_of = f"{table.metric}_gain" if table.signed else table.metric
-    write.writerow([*table.heads, "column", "seed", number_of, "published", "published_spread"])
+    write.writerow([*table.heads, "column", "seed", number_of, "published", "published_spread", "marks"])
     for row in table.rows:
         for column in table.columns:
             entry = table.entries[row, column]
             p = entry.published
             for seed, number in sorted(entry.values.items()):
                 paper = [p.mean, "" if p.spread is None else p.spread] if p else ["", ""]
-                write.writerow([*row, column_name(column), seed, "" if number is None else repr(number), *paper])
+                own = "" if number is None else repr(number)
+                write.writerow([*row, column_name(column), seed, own, *paper, entry.marks])
     return out.getvalue()
 
 

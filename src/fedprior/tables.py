@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from . import store
+from . import resume, store
 from .errors import UsageError, UserError
 from .paired import FEW, LEAST, TESTED, differs
 from .progress import clock
 from .record import metrics
 from .report import summary
-from .sweep import Cell, Sweep
+from .sweep import NOTHING, Cell, Sweep
 from .sweep_run import done, load
 
 Metric = Literal["mean_last10", "last", "best", "rounds_to_target", "MB_to_target", "hours", "synthetic_rows"]
@@ -31,7 +31,7 @@ class Measure(NamedTuple):
 
 
 MEASURES: dict[Metric, Measure] = {
-    "mean_last10": Measure("{} accuracy in %, mean of the last ten rounds", 1, "higher"),
+    "mean_last10": Measure("{} accuracy in %, {}", 1, "higher"),
     "last": Measure("{} accuracy in % after the last round", 1, "higher"),
     "best": Measure("best {} accuracy in % of any round (optimistic: chosen on the rows it is told of)", 1, "higher"),
     "rounds_to_target": Measure("rounds until the target accuracy", 0, "lower"),
@@ -58,7 +58,18 @@ class Entry:
     mean: float | None
     spread: float | None
     strong: bool = False  # the best of its column, or not significantly worse; of gains: told from chance
+    marks: str = ""  # of KINDS, where others of the table are of another kind, and UNDONE
     published: Published | None = None
+
+
+KINDS = {
+    "†": "mean over clients' own models",
+    "§": "on rows held out at clients, not on the test set",
+    "¶": "mean over domains",
+}
+"""What an accuracy may be beside that of one global model on test images."""
+UNDONE = "‡"  # updates were refused, or rounds left the model as it was
+NAMED = 4  # entries of which that is said in words
 
 
 class Table(NamedTuple):
@@ -82,51 +93,117 @@ def of(folder: Path, metric: Metric = "mean_last10", against: str = "") -> Table
     Raises UserError where nothing is done, UsageError for a label that no row has.
     """
     sweep = load(folder)
-    found = {cell: value(folder, sweep, cell, metric) for cell in sweep.cells() if done(folder, cell)}
-    if not found:
+    runs = {cell: read(folder, cell) for cell in sweep.cells() if done(folder, cell)}
+    if not runs:
         raise UserError(f"no cell of {folder} is done; `fedprior sweep {folder}` runs them")
     rows = list(dict.fromkeys(cell.row for cell in sweep.cells()))
     columns = list(dict.fromkeys(cell.column for cell in sweep.cells()))
     published = papers(sweep, metric)
+    better = MEASURES[metric].better
+    kinds = {cell: kind(run) if better else frozenset() for cell, run in runs.items()}
+    common = frozenset.intersection(*kinds.values())
     entries = {}
     for row in rows:
         for column in columns:
-            values = {c.seed: v for c, v in found.items() if (c.row, c.column) == (row, column)}
-            entries[row, column] = entry(values, len(sweep.seeds), published.get((row, column)))
+            own = {cell: run for cell, run in runs.items() if (cell.row, cell.column) == (row, column)}
+            values = {cell.seed: value(run, metric) for cell, run in own.items()}
+            marks = frozenset[str]().union(*(kinds[cell] - common for cell in own))
+            marks |= {UNDONE} if better and undone(own.values()) else set()
+            entries[row, column] = entry(values, len(sweep.seeds), published.get((row, column)), marks)
+    told = remarks(runs, entries) if better else []
     if against:
-        rows, entries = gains(rows, columns, entries, baselines(sweep, against), len(sweep.seeds))
-    elif better := MEASURES[metric].better:
+        rows, entries = gains(rows, columns, entries, baselines(rows, against), len(sweep.seeds))
+    elif better:
         for column in columns:
-            for row in strongest({row: entries[row, column].values for row in rows}, better == "lower"):
+            alike = {row: e.values for row in rows if not set((e := entries[row, column]).marks) & set(KINDS)}
+            for row in strongest(alike, better == "lower"):
                 entries[row, column] = replace(entries[row, column], strong=True)
-    judged = {store.read_json(folder / "cells" / c.name / "result.json").get("judged_on", "test") for c in found}
-    says = MEASURES[metric].says.format(" or ".join(sorted(judged)))
+    judged = sorted({run.result.get("judged_on", "test") for run in runs.values()})
+    rounds = summary.window([len(run.curve) for run in runs.values()])
+    says = MEASURES[metric].says.format(" or ".join(judged), rounds)
+    says = ", ".join([says, *(what for mark, what in KINDS.items() if mark in common - {"§"})])  # it is said already
     says = f"gain over {against} in {says}" if against else says
     heads = tuple(axis.name for axis in sweep.rows)
-    told = [*notes(sweep, metric, entries, says, bool(against)), origin(folder, found)]
+    told = [*notes(sweep, metric, entries, says, bool(against)), *told, origin(run.manifest for run in runs.values())]
     return Table(sweep.name, metric, rows, columns, heads, entries, told, says, bool(against))
 
 
-def entry(values: Mapping[int, float | None], seeds: int, published: Published | None = None) -> Entry:
-    mean, spread = summary.across_seeds(list(values.values()))
-    return Entry(dict(values), seeds - len(values), mean, spread, published=published)
+class Run(NamedTuple):
+    """What a table needs of a cell that is done."""
+
+    curve: list[dict[str, Any]]  # the lines of metrics.jsonl
+    result: dict[str, Any]
+    manifest: dict[str, Any]
 
 
-def value(folder: Path, sweep: Sweep, cell: Cell, metric: Metric) -> float | None:
-    """A cell's number in the units of the table."""
+def read(folder: Path, cell: Cell) -> Run:
+    """Raises UserError for files that are damaged."""
     run = folder / "cells" / cell.name
+    try:
+        return Run(metrics(run), resume.result(run), store.read_json(run / "manifest.json"))
+    except (UserError, OSError, ValueError):
+        raise UserError(
+            f"{run} is damaged; `fedprior sweep {folder}` says how, and makes the table of the others"
+        ) from None
+
+
+def kind(run: Run) -> frozenset[str]:
+    """The marks of KINDS that hold for a run's accuracies."""
+    holds = {
+        "†": run.result.get("models") == "own",
+        "§": run.result.get("judged_on") == "validation",
+        "¶": any("per_domain" in line for line in run.curve),
+    }
+    return frozenset(mark for mark, true in holds.items() if true)
+
+
+def undone(runs: Iterable[Run]) -> tuple[int, int] | None:
+    """-> (updates refused, rounds that left the model as it was); None where there are none of both."""
+    lines = [line for run in runs for line in run.curve]
+    refused = sum(len(line.get("refused", ())) for line in lines)
+    skipped = sum(bool(line.get("skipped")) for line in lines)
+    return (refused, skipped) if refused or skipped else None
+
+
+def remarks(runs: Mapping[Cell, Run], entries: Mapping[tuple[Labels, Labels], Entry]) -> list[str]:
+    """What the marks of a table's entries mean."""
+    found = {mark for e in entries.values() for mark in e.marks}
+    out = [f"{mark} {what}; a number of another kind than the others, and never bold." for mark, what in KINDS.items()]
+    out = [line for line in out if line[0] in found]
+    parts = []
+    for (row, column), e in entries.items():
+        own = [run for cell, run in runs.items() if (cell.row, cell.column) == (row, column)]
+        if UNDONE in e.marks and (counts := undone(own)):
+            name = ", ".join((*row, *column))
+            rounds = sum(len(run.curve) for run in own)
+            updates = summary.counted(counts[0], "update")
+            parts.append(f"{name}: {updates} refused, {counts[1]} of {rounds} rounds left the model as it was")
+    if parts:
+        more = f"; and {len(parts) - NAMED} more entries" if len(parts) > NAMED else ""
+        out.append(f"{UNDONE} Not all training counted. {'; '.join(parts[:NAMED])}{more}.")
+    return out
+
+
+def entry(
+    values: Mapping[int, float | None], seeds: int, published: Published | None = None, marks: Iterable[str] = ()
+) -> Entry:
+    mean, spread = summary.across_seeds(list(values.values()))
+    return Entry(dict(values), seeds - len(values), mean, spread, published=published, marks="".join(sorted(marks)))
+
+
+def value(run: Run, metric: Metric) -> float | None:
+    """A cell's number in the units of the table; None where it never reached the target."""
     if metric in ("mean_last10", "last", "best"):
-        head = summary.headline(metrics(run))[metric]
+        head = summary.headline(run.curve)[metric]
         return None if head is None else 100 * float(head)
-    result = store.read_json(run / "result.json")
     if metric == "hours":
-        return float(result["seconds"]) / 3600
+        return float(run.result["seconds"]) / 3600
     if metric == "synthetic_rows":
-        return float(result.get("synthetic_rows") or 0)
-    target = result.get("target")
+        return float(run.result.get("synthetic_rows") or 0)
+    target = run.result.get("target")
     if target is None:
         raise UserError(f"--metric {metric} needs target= in the sweep's settings")
-    hit = summary.to_target(metrics(run), float(target))
+    hit = summary.to_target(run.curve, float(target))
     return None if hit is None else float(hit["rounds" if metric == "rounds_to_target" else "MB"])
 
 
@@ -158,15 +235,23 @@ def strongest(values: Mapping[Labels, Mapping[int, float | None]], lower: bool =
 # gains over a row
 
 
-def baselines(sweep: Sweep, label: str) -> dict[Labels, Labels]:
-    """For each row that has other labels, the one it is measured against. Raises UsageError for a label that is no
-    row's or stands on several axes."""
-    at = [i for i, axis in enumerate(sweep.rows) if label in axis.values]
-    if len(at) != 1:
-        known = ", ".join(repr(name) for axis in sweep.rows for name in axis.values)
-        raise UsageError(f"--against '{label}' must be the label of rows on one axis; there are {known}")
-    rows = dict.fromkeys(cell.row for cell in sweep.cells())
-    return {row: (*row[: at[0]], label, *row[at[0] + 1 :]) for row in rows if row[at[0]] != label}
+def baselines(rows: Sequence[Labels], label: str) -> dict[Labels, Labels]:
+    """For each row that has other labels, the one it is measured against: with this label, and else the same or, where
+    the other axes mean nothing beside it, none. Raises UsageError for a label that is no row's or stands on several
+    axes."""
+    at = {i for row in rows for i, one in enumerate(row) if one == label}
+    if len(at) != 1 or label == NOTHING:
+        known = ", ".join(repr(name) for name in dict.fromkeys(x for row in rows for x in row) if name != NOTHING)
+        raise UsageError(
+            f"--against '{label}' must be the label of rows on one axis; there are {known}"
+            if known
+            else "--against needs rows to choose from, and in this sweep all that varies goes along the columns"
+        )
+    (axis,) = at
+    fits = lambda base, row: all(i == axis or b in (r, NOTHING) for i, (b, r) in enumerate(zip(base, row, strict=True)))
+    bases = [row for row in rows if row[axis] == label]
+    over = {row: [base for base in bases if fits(base, row)] for row in rows if row[axis] != label}
+    return {row: found[0] for row, found in over.items() if found}
 
 
 def gains(
@@ -188,9 +273,11 @@ def gains(
             if own.published and base.published:
                 note = own.published.note or base.published.note
                 paper = Published(round(own.published.mean - base.published.mean, 4), None, note)
-            made = entry(values, seeds, paper)
+            unlike = (set(own.marks) ^ set(base.marks)) & set(KINDS)
+            undone = {UNDONE} & {*own.marks, *base.marks}
+            made = entry(values, seeds, paper, unlike | undone)
             known = np.array([v for v in values.values() if v is not None])
-            out[row, column] = replace(made, strong=differs(known))
+            out[row, column] = replace(made, strong=differs(known) and not unlike)
     return kept, out
 
 
@@ -212,16 +299,22 @@ def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str,
         + f" ({', '.join(map(str, sweep.seeds))}){', paired by seed' if signed else ''}."
     ]
     tested = f"{TESTED}, not adjusted for the number of rows"
-    few = " Few seeds tell only large differences from chance." if seeds < FEW else ""
-    if seeds < LEAST:
+    shared = [n for n in compared(entries, signed) if n]
+    few = " Few seeds tell only large differences from chance." if max(shared, default=0) < FEW else ""
+    if not MEASURES[metric].better:
+        pass
+    elif max(shared, default=0) < LEAST:
+        which = f"{['No seed', 'One seed', 'Two seeds'][max(shared, default=0)]}"
+        done_by_all = "" if seeds < LEAST else ", as many as all rows of a column have,"
         out.append(
-            f"{'One seed' if seeds == 1 else 'Two seeds'} cannot tell an effect from chance"
-            + ("." if signed or not MEASURES[metric].better else "; bold is the best of its column and no more.")
+            f"{which}{done_by_all} cannot tell an effect from chance"
+            + ("." if signed else "; bold is the best of its column and no more.")
         )
-    elif signed:
-        out.append(f"Bold: told from zero ({tested}).{few}")
-    elif MEASURES[metric].better:
-        out.append(f"Bold: the best of its column, and what is not significantly worse ({tested}).{few}")
+    else:
+        bold = "told from zero" if signed else "the best of its column, and what is not significantly worse"
+        some = "" if signed else ", the best alone is"
+        rest = f" Where fewer than three seeds can be compared{some or ', nothing is'}." if min(shared) < LEAST else ""
+        out.append(f"Bold: {bold} ({tested}).{rest}{few}")
     if sweep.scale:
         out.append(f"Scale: {sweep.scale}.")
     if any(e.published for e in entries.values()):
@@ -229,7 +322,7 @@ def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str,
     out += list(dict.fromkeys(e.published.note for e in entries.values() if e.published and e.published.note))
     if missing := sum(e.missing for e in entries.values()):
         out.append(
-            f"{missing} of {seeds * len(entries)} cells are not done; their means are over fewer seeds, and bold is by "
+            f"{missing} of {seeds * len(entries)} cells are not done; entries over fewer seeds say so, and bold is by "
             "the seeds that all rows of a column have."
         )
     if any(None in e.values.values() for e in entries.values()):
@@ -237,9 +330,19 @@ def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str,
     return out
 
 
-def origin(folder: Path, cells: Iterable[Cell]) -> str:
+def compared(entries: Mapping[tuple[Labels, Labels], Entry], signed: bool) -> list[int]:
+    """How many seeds the tests are over: of each gain, or of each column."""
+    if signed:
+        return [len(e.values) for e in entries.values()]
+    columns: dict[Labels, list[set[int]]] = {}
+    for (_, column), e in entries.items():
+        if e.values and not set(e.marks) & set(KINDS):
+            columns.setdefault(column, []).append(set(e.values))
+    return [len(set.intersection(*seeds)) for seeds in columns.values()]
+
+
+def origin(manifests: Iterable[Mapping[str, Any]]) -> str:
     """What made the numbers: versions, commits, hardware. Without times, so that the same cells give the same text."""
-    manifests = [store.read_json(folder / "cells" / cell.name / "manifest.json") for cell in cells]
     kinds: dict[str, int] = {}
     for manifest in manifests:
         versions, machine = manifest.get("versions", {}), manifest.get("hardware", {})
@@ -269,10 +372,7 @@ def spending(spent: Mapping[str, float]) -> str:
 
 def costs(folder: Path) -> dict[str, float]:
     """What the cells that are done took: hours of their processes, MB sent in both directions, synthetic rows."""
-    sweep = load(folder)
-    results = [
-        store.read_json(folder / "cells" / cell.name / "result.json") for cell in sweep.cells() if done(folder, cell)
-    ]
+    results = [read(folder, cell).result for cell in load(folder).cells() if done(folder, cell)]
     return {
         "cells": len(results),
         "hours": sum(float(r["seconds"]) for r in results) / 3600,
