@@ -520,6 +520,21 @@ def test_cells_at_another_process_are_waited_for_and_taken_over(tmp_path, monkey
     assert said == [f"{folder}: 2 cells, 0 of them done; 2 to run", "1 cell is at another process, which is waited for"]
 
 
+def test_a_sweep_that_another_command_began_anew_is_not_called_done(tmp_path, capsys, monkeypatch):
+    _, folder = swept(tmp_path)
+    plain = running.carry_out
+
+    def meanwhile(*given):
+        plain(*given)
+        (folder / "cells" / "local-seed0" / "result.json").unlink()
+        return running.tally(load(folder), folder)
+
+    monkeypatch.setattr(running, "carry_out", meanwhile)
+    code, _, err = call(capsys, monkeypatch, "sweep", folder)
+    assert code == 1
+    assert "1 of 2 cells are not done" in err
+
+
 def test_no_more_workers_than_cells(tmp_path, monkeypatch):
     _, folder = swept(tmp_path)
     (folder / "cells" / "local-seed0" / "result.json").unlink()

@@ -60,6 +60,10 @@ def sweep(
             f"{len(standing.failed)} of {standing.cells} cells failed ({folder}/failed has each traceback); the same "
             f"command tries them again:\n{listed}"
         )
+    if standing.done < standing.cells:  # another command began cells anew meanwhile
+        raise UserError(
+            f"{standing.cells - standing.done} of {standing.cells} cells are not done; the same command goes on"
+        )
 
 
 def meant(words: list[str], root: Path, columns: list[str]) -> "tuple[Sweep | None, Path]":
