@@ -1,12 +1,17 @@
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from fedprior import cli
 from fedprior.commands import common
+from fedprior.errors import UserError
 
 QUICK = ["rounds=2", "steps=2", "clients=6", "cohort=3"]
 
@@ -60,6 +65,13 @@ def test_demo_shows_both_arms_in_table_json_and_page(capsys, tmp_path):
     page = Path(result["report"]).read_text(encoding="utf-8")
     assert "fedavg+balance" in page
     assert "±" in out
+    assert "Test accuracy, mean of the last 2 rounds" in out
+
+
+def test_the_demos_table_says_what_its_numbers_are(capsys, tmp_path):
+    words = ["rounds=1", "steps=1", "balance.pool_size=2", "validation=0.2", "--seeds", 1, "--runs", tmp_path]
+    _, out, _ = call(capsys, "demo", *words)
+    assert "Validation accuracy, last round" in out
 
 
 def test_plan_counts_what_a_run_then_makes_and_sends(capsys, tmp_path):
@@ -185,6 +197,108 @@ def test_a_mistake_gives_one_line_and_the_right_exit_code(capsys, tmp_path, monk
     assert message in lines[0]
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_control_characters_in_a_mistake_do_not_reach_the_terminal(capsys, tmp_path, monkeypatch):
+    code, _, err = call(capsys, "predict", tmp_path / "\x1b]0;owned\x07\x1b[31m\nred", tmp_path)
+    assert code == 1
+    assert err == f"fedprior: there is no {tmp_path}/ ]0;owned [31m red; name a run directory such as " + (
+        "runs/digits-fedavg, or its model.safetensors\n"
+    )
+
+
+def test_a_mistake_of_several_lines_keeps_them(capsys, monkeypatch):
+    def fails():
+        raise UserError(f"2 cells failed:\n  one: \x1b[2J{'long ' * 400}end\n  two: odd\r")
+
+    monkeypatch.setattr(cli, "app", fails)
+    code, _, err = call(capsys)
+    assert code == 1
+    assert err == f"fedprior: 2 cells failed:\n  one: [2J{'long ' * 400}end\n  two: odd\n"
+
+
+def endless(folder, *words):
+    """A run that takes hours, in a process group of its own, after its first round."""
+    words = ["run", *QUICK[1:], "rounds=1000000", *words, "--runs", str(folder)]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "fedprior.cli", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not list(folder.glob("*/metrics.jsonl")):
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.05)
+    return child
+
+
+@pytest.mark.parametrize(("way", "engine"), [(signal.SIGINT, "serial"), (signal.SIGTERM, "pool")])
+def test_a_run_that_is_stopped_says_in_one_line_how_it_goes_on(tmp_path, way, engine):
+    """To the whole group, as a terminal sends Ctrl-C and a supervisor SIGTERM."""
+    child = endless(tmp_path, f"engine={engine}", "workers=2")
+    os.killpg(child.pid, way)
+    out, err = child.communicate(timeout=60)
+    folder = tmp_path / "digits-fedavg"
+    assert child.returncode == 128 + way
+    assert err.splitlines()[-1] == f"stopped; `fedprior run {folder}` goes on with it"
+    assert "Traceback" not in err
+    assert "Error" not in err
+    assert out == ""
+    assert json.loads((folder / "manifest.json").read_text())["status"] == "interrupted"
+
+
+def test_what_is_told_twice_to_stop_still_tidies_up(capsys, monkeypatch):
+    tidied = []
+
+    def app():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            tidied.append(True)
+
+    monkeypatch.setattr(cli, "app", app)
+    assert call(capsys) == (143, "", "stopped\n")
+    assert tidied
+
+
+@pytest.mark.parametrize(
+    ("command", "begins_with"),
+    [("sweep", "commands.sweep.meant"), ("generate", "recipes.spoken"), ("describe", "recipes.spoken")],
+)
+def test_what_the_same_command_goes_on_with_says_so(capsys, monkeypatch, command, begins_with):
+    monkeypatch.setattr(f"fedprior.{begins_with}", lambda *given: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    code, _, err = call(capsys, command, "rounds=3")
+    assert (code, err) == (143, "stopped; the same command goes on with what was kept\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_was_stopped_before_it_began_promises_nothing(capsys, tmp_path, monkeypatch):
+    from fedprior import assemble
+
+    def stopped(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(assemble, "split", stopped)
+    code, _, err = call(capsys, "run", *QUICK, "--runs", tmp_path)
+    assert (code, err.splitlines()[-1]) == (130, "stopped")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_has_a_way_of_its_own_to_be_ended_keeps_it(capsys, monkeypatch):
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *given: ended.append(given[0]))
+    try:
+        monkeypatch.setattr(cli, "app", lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert call(capsys)[0] == 0
+        assert ended == [signal.SIGTERM]
+        worker = threading.Thread(target=call, args=(capsys,))  # where no handler can be set
+        worker.start()
+        worker.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(("command", "file"), [("show", "x.png"), ("check", "x.html")])

@@ -320,6 +320,38 @@ def test_a_child_whose_parent_is_gone_ends(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("when", ["it answers", "it is told half a question"])
+def test_a_child_whose_parent_goes_says_nothing(when):
+    child = subprocess.Popen(
+        [sys.executable, "-c", "from fedprior.engines.process import main; main()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    child.stdout.close()
+    if when == "it answers":
+        process.write(child.stdin, "weights", b"")  # before it holds anything; its answer will be that this fails
+    else:
+        whole = pickle.dumps(("weights", bytes(1000)), protocol=5)
+        child.stdin.write(len(whole).to_bytes(8, "big") + whole[:500])
+    child.stdin.close()
+    assert child.stderr.read() == b""
+    child.wait()
+
+
+def test_a_child_leaves_ctrl_c_to_its_parent_from_its_first_import(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text(
+        "import os, pathlib, signal\n"
+        f"pathlib.Path('{tmp_path}/said').write_text(str(signal.getsignal(signal.SIGINT) == signal.SIG_IGN))\n"
+        "os._exit(3)"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="ended with code 3"):
+        process.Process(process.Task(worker=b"", data=tmp_path, federation=None, device="cpu", threads=1))
+    assert (tmp_path / "said").read_text() == "True"
+
+
 def test_what_only_the_running_script_knows_is_refused(monkeypatch):
     class Local(FedAvg):
         pass

@@ -26,7 +26,7 @@ from fedprior.net import Net
 from fedprior.progress import Silent
 from fedprior.record import Record
 from fedprior.report import summary
-from fedprior.report.summary import Arm
+from fedprior.report.numbers import Arm
 from fedprior.run import Judge, client_columns, run
 from fedprior.traffic import Traffic
 
@@ -594,11 +594,12 @@ def stopped(folder, after):
             run(override(Experiment(), [*QUICK, f"name={folder.name}"]), folder.parent, Silent())
 
 
-def test_a_run_that_a_person_stops_says_so_in_one_line_and_fails_with_code_1(tmp_path, monkeypatch, capsys):
+def test_a_run_that_a_person_stops_says_so_in_one_line_and_ends_with_code_130(tmp_path, monkeypatch, capsys):
     stop_after(monkeypatch, 1)
     code, _, err = call(capsys, "run", *QUICK, "--runs", tmp_path)
-    assert err.strip().splitlines()[-1] == "fedprior: stopped"
-    assert code == 1
+    (folder,) = tmp_path.iterdir()
+    assert err.strip().splitlines()[-1] == f"stopped; `fedprior run {folder}` goes on with it"
+    assert code == 130
 
 
 def test_run_on_a_finished_directory_prints_its_result_says_so_and_touches_nothing(tmp_path, capsys):

@@ -1,13 +1,19 @@
-"""The command line: parses, calls, prints. Exit codes: 0 done, 1 failed, 2 wrong usage.
+"""The command line: parses, calls, prints. Exit codes: 0 done, 1 failed, 2 wrong usage; 130 and 143 for what Ctrl-C
+and SIGTERM stopped.
 
 Nothing heavy is imported before a command runs, so that `fedprior --help` answers at once.
 """
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, ParamSpec, TypeVar
 
 import typer
 
@@ -15,7 +21,12 @@ from .commands import bench, deploy, flower, images, model, priors, sweep
 from .commands.common import Json, Runs, Words, emit, experiment_of, outcome_table, percent, table
 from .errors import UsageError, UserError
 
-INTERRUPTED = 130  # what newer versions of typer make of a KeyboardInterrupt
+if TYPE_CHECKING:
+    from .config import Experiment
+
+P = ParamSpec("P")
+T = TypeVar("T")
+LONGEST = 5000  # letters of a line of a mistake: paths may be long
 
 app = typer.Typer(
     name="fedprior",
@@ -50,7 +61,7 @@ def demo(
         [name, percent(arm["mean"], arm["std"]), "  ".join(percent(x) for x in arm["seeds"])]
         for name, arm in result["arms"].items()
     ]
-    table("Test accuracy, mean of the last 10 rounds", ["arm", "mean ± std", "seeds"], rows)
+    table(result["accuracy"], ["arm", "mean ± std", "seeds"], rows)
     print(f"Took {clock(result['seconds'])}. Report: {result['report']}")
     emit(result, as_json)
 
@@ -72,9 +83,37 @@ def run(words: Words = None, runs: Runs = Path("runs"), as_json: Json = False) -
         plain = given.name == here.name and given.parent.resolve() == here.parent  # neither "." nor a link
         runs = given.parent if plain else Path(os.path.relpath(here.parent))
         experiment = replace(experiment, name=here.name)
-    result = run_experiment(experiment, runs, for_terminal()).result
+    try:
+        result = run_experiment(experiment, runs, for_terminal()).result
+    except KeyboardInterrupt as stop:
+        if there := left_behind(experiment, runs):
+            stop.add_note(f"`fedprior run {there}` goes on with it")
+        raise
     outcome_table(result)
     emit(result, as_json)
+
+
+def left_behind(experiment: "Experiment", runs: Path) -> Path | None:
+    """The directory of a run that was stopped; None where it had not begun, so that nothing is kept."""
+    from .record import status
+    from .resume import unfinished
+
+    folder = runs / experiment.name if experiment.name else unfinished(runs, experiment)
+    return folder if folder is not None and status(folder) == "interrupted" else None
+
+
+def goes_on(command: Callable[P, T]) -> Callable[P, T]:
+    """A command that keeps what it has made when it is stopped, and says that the next call goes on from there."""
+
+    @wraps(command)
+    def whole(*given: P.args, **options: P.kwargs) -> T:
+        try:
+            return command(*given, **options)
+        except KeyboardInterrupt as stop:
+            stop.add_note("the same command goes on with what was kept")
+            raise
+
+    return whole
 
 
 @app.command()
@@ -122,13 +161,14 @@ def plan(
     emit(result, as_json)
 
 
-app.command()(images.generate)
+app.command()(goes_on(images.generate))
 app.command()(model.predict)
-app.command()(sweep.sweep)
+app.command()(goes_on(sweep.sweep))
 app.command("table")(sweep.table)
 
 
 @app.command()
+@goes_on
 def describe(words: Words = None, as_json: Json = False) -> None:
     """Compute the descriptors that a guided run would need, so that it starts at once. Can be stopped and go on."""
     from . import assemble
@@ -266,17 +306,59 @@ def doctor(as_json: Json = False) -> None:
 
 
 def main() -> None:
-    """Entry point: one line for a person's mistake, a traceback only for ours."""
+    """Entry point: one line for a person's mistake or wish to stop, a traceback only for ours."""
     try:
-        app()
+        with sigterm_as_ctrl_c():
+            app()
     except UserError as error:
-        print(f"fedprior: {error}", file=sys.stderr)
+        print(f"fedprior: {printable(error)}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except (KeyboardInterrupt, SystemExit) as stop:
-        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+    except (KeyboardInterrupt, SystemExit) as error:
+        stop = interrupt(error)
+        if stop is None:
             raise
-        print("fedprior: stopped", file=sys.stderr)
-        sys.exit(1)
+        print("; ".join(["stopped", *map(printable, getattr(stop, "__notes__", []))]), file=sys.stderr)
+        sys.exit(128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT))
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: everything ends as with Ctrl-C, so that a run says in its manifest how it stands."""
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[None]:
+    """Within, the first SIGTERM raises Terminated and further ones are passed over, since supervisors send several.
+    Where it is ignored or somebody else answers it, and in other threads than the main one, nothing changes."""
+
+    def terminate(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+    signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def interrupt(error: BaseException | None) -> KeyboardInterrupt | None:
+    """The interrupt that an error is or, as typer ends on one, came of."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error
+
+
+def printable(text: object) -> str:
+    """One line, and what is listed below it in lines that begin with two spaces; nothing that a terminal would obey."""
+    from .progress import clean
+
+    return "\n  ".join(clean(line, LONGEST) for line in str(text).split("\n  "))
 
 
 if __name__ == "__main__":

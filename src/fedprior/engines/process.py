@@ -6,7 +6,6 @@ or on the size of a machine's shared memory. Tensors travel as numpy arrays; the
 
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import time
@@ -28,6 +27,11 @@ from ..tree import Tree
 
 LENGTH = 8  # bytes that say how long a message is
 PATIENCE = 5.0  # seconds that busy processes have to end by themselves
+CHILD = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # at once: importing torch takes a while
+    "from fedprior.engines.process import main; main()"
+)
+"""What a child runs. Ctrl-C comes to it too, but who asked decides when to end."""
 
 
 def pack(value: Tree) -> bytes:
@@ -46,10 +50,10 @@ def write(stream: IO[bytes], *message: Any) -> None:
 
 
 def receive(stream: IO[bytes]) -> Any:
-    """The next message. Raises EOFError when the other end is gone."""
+    """The next message. Raises EOFError when the other end is gone, also in the middle of one."""
     head = stream.read(LENGTH)
     data = stream.read(int.from_bytes(head, "big")) if len(head) == LENGTH else b""
-    if not data:
+    if not data or len(data) < int.from_bytes(head, "big"):
         raise EOFError
     return pickle.loads(data)
 
@@ -85,7 +89,7 @@ class Process:
 
     def __init__(self, task: Task) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from fedprior.engines.process import main; main()"],
+            [sys.executable, "-P", "-c", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ
@@ -179,7 +183,6 @@ class Desk:
 
 def main() -> None:
     """The child: answers one question after another until nobody asks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who asked decides when to end
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints must not stand between answers
     questions = sys.stdin.buffer
@@ -196,7 +199,10 @@ def main() -> None:
                 answer = getattr(desk, what)(*given)
         except Exception as error:
             answer, what = transportable(error), "raised"
-        write(answers, what, answer)
+        try:
+            write(answers, what, answer)
+        except BrokenPipeError:  # nobody listens; and at once, since closing what holds the answer would fail again
+            os._exit(1)
 
 
 def transportable(error: Exception) -> Exception:
