@@ -213,7 +213,8 @@ def test_a_column_that_is_no_label_costs_the_accuracy_only_unless_it_was_named(t
     result, _, said = call(trained[0], file)
     assert "accuracy" not in result
     assert [p["label"] for p in result["predictions"]] == [None, None]
-    assert f"no accuracy for {file}: column 'name' of {file} has 'a.png', which is no class of the model" in said
+    assert f"no accuracy for {file}: {file} has no label column (" in said
+    assert "among name; choose one with --label COLUMN" in said
     with pytest.raises(UserError, match=r"has 'a\.png', which is no class of the model"):
         call(trained[0], file, "--label", "name")
     with pytest.raises(UsageError, match=r"unknown label column of .* 'what'"):
@@ -223,6 +224,77 @@ def test_a_column_that_is_no_label_costs_the_accuracy_only_unless_it_was_named(t
         call(trained[0], file)
     with pytest.raises(UserError, match=r"row 1 of .* has label 10, which is not one of the 10 classes"):
         call(trained[0], file, "--image", "other", "--label", "label")
+
+
+@pytest.mark.parametrize(
+    ("columns", "words", "labels"),
+    [
+        ({"age": [3, 7]}, [], None),
+        ({"age": [3, 7]}, ["--label", "age"], ["three", "seven"]),
+        ({"age": [3, 7], "label": [1, 2]}, [], ["one", "two"]),
+        ({"age": [3, 7], "label": ["one", "two"]}, [], ["one", "two"]),
+        ({"age": [3, 7], "what": ["one", "Two"]}, [], ["one", "two"]),
+        ({"what": ["one", "two"], "note": ["seen at night", ""]}, [], ["one", "two"]),
+        ({"what": ["one", None]}, [], ["one", None]),
+        ({"note": ["one", "seen at night"]}, [], None),
+        ({"note": ["one", "seen at night"]}, ["--label", "note"], ["one", None]),
+        ({"what": ["one", "two"], "taken_for": ["two", "one"]}, [], None),
+        ({"label": [0.5, 1.5], "age": [3, 7]}, [], None),
+    ],
+)
+def test_only_what_is_sure_to_be_labels_is_taken_for_them(trained, tmp_path, columns, words, labels):
+    images = encoded(tmp_path / "png", digits.test()["image"][:2])
+    pq.write_table(pa.table({"image": images} | columns), tmp_path / "x.parquet")
+    result, _, said = call(trained[0], tmp_path / "x.parquet", *words)
+    assert ("accuracy" in result) == (labels is not None)
+    assert [one["label"] for one in result["predictions"]] == (labels or [None, None])
+    assert ("no accuracy for" in said and "with --label COLUMN" in said) == (labels is None)
+
+
+def test_a_declared_column_goes_before_numbers_of_another_name(trained, tmp_path):
+    import datasets
+
+    features = datasets.Features(
+        {"image": datasets.Image(), "age": datasets.Value("int64"), "what": datasets.ClassLabel(names=["two", "one"])}
+    )
+    rows = {"image": encoded(tmp_path / "png", digits.test()["image"][:2]), "age": [3, 7], "what": [1, 0]}
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "x.parquet")
+    result, _, _ = call(trained[0], tmp_path / "x.parquet")
+    assert [one["label"] for one in result["predictions"]] == ["one", "two"]
+
+
+def test_classes_that_a_person_would_write_alike_are_two_wherever_they_are_named(tmp_path):
+    """A one and a seven, called red fox with an underscore and without."""
+    test, names = digits.test(), {1: "red_fox", 7: "red fox", 0: "plain"}
+    for split, rows in (("train", slice(0, 200)), ("test", slice(200, None))):
+        for i, (image, label) in enumerate(zip(test["image"][rows], test["label"][rows].tolist(), strict=True)):
+            if label in names:
+                png(tmp_path / "set" / split / names[label] / f"{i}.png", image)
+    words = ["rounds=3", "steps=20", "clients=2", "cohort=2", "partition=iid", "net=small", "name=foxes"]
+    outcome = go(tmp_path, ["data=own", f"data.path={tmp_path / 'set'}", *words])
+    result, text, said = call(tmp_path / "foxes", tmp_path / "set" / "test")
+    (last,) = outcome.curve[-1:]
+    classes = ["plain", "red fox", "red_fox"]
+    assert result["accuracy"] == last["accuracy"] > 0.6
+    assert result["per_class"] == dict(zip(classes, last["per_class"], strict=True))
+    labels = {name: sum(one["label"] == name for one in result["predictions"]) for name in classes}
+    assert labels == {name: len(list((tmp_path / "set" / "test" / name).iterdir())) for name in classes}
+    assert "accuracy over" not in said
+    assert all(f"\n {name} " in text or f"\n{name} " in text for name in classes)
+
+
+def test_a_model_of_an_older_version_with_two_classes_of_one_name_still_answers(trained, tmp_path):
+    with safe_open(trained[0] / "model.safetensors", "pt") as opened:
+        about = json.loads(opened.metadata()["about"])
+    about["classes"][1] = about["classes"][7]
+    tensors = load_file(trained[0] / "model.safetensors")
+    save_file(tensors, tmp_path / "old.safetensors", {"about": json.dumps(about)})
+    rows = {"image": encoded(tmp_path / "png", digits.test()["image"][:3]), "label": [1, 7, 7]}
+    pq.write_table(pa.table(rows), tmp_path / "x.parquet")
+    result, text, _ = call(tmp_path / "old.safetensors", tmp_path / "x.parquet")
+    assert result["labelled"] == 3
+    by_class = [line.split() for line in text.partition("By class")[2].splitlines()]
+    assert [words[-1] for words in by_class if words[:1] == ["seven"]] == ["1", "2"]
 
 
 def test_single_images_and_folders_are_found_recursively_and_fitted_as_for_training(trained, tmp_path):

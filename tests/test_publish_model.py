@@ -221,6 +221,19 @@ def test_what_cannot_be_pushed_is_one_line(trained, tmp_path, monkeypatch):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("license", ["apache-2.0", "cc-by-4.0", "other", "unknown", "c-uda", "llama3.1"])
+def test_a_licence_of_the_hub_stands_in_the_cards_metadata(trained, license):
+    text = publish_model.card(publish_model.read(trained[0]), "me/x", license)
+    assert yaml.safe_load(text.split("---\n")[1])["license"] == license
+
+
+@pytest.mark.parametrize("license", ["", "MIT", "Apache 2.0", "mit\n---", "© me", "a: b", "[mit]", "-"])
+def test_what_is_no_licence_of_the_hub_is_one_line(trained, license):
+    with pytest.raises(UsageError, match=r"^--license wants the hub's word for .* such as apache-2\.0") as error:
+        call(trained[0], "me/x", "--dry-run", "--license", license)
+    assert "\n" not in str(error.value)
+
+
 def test_a_directory_whose_files_do_not_belong_together_gets_no_card(trained, tmp_path):
     folder = tmp_path / "it"
     shutil.copytree(trained[0], folder)

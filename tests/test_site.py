@@ -149,6 +149,16 @@ def test_case_tells_classes_apart_where_the_experiment_does_so(tmp_path):
         site.load(path, classes, SIZE)
 
 
+def test_underscores_tell_classes_apart_where_the_experiment_does_so(tmp_path):
+    classes = ("red_fox", "red fox", "grey wolf")
+    words = ["red fox", "red_fox", "Red_Fox", "RED FOX", "grey_wolf", " red fox "]
+    path = write(tmp_path / "a.parquet", image=images(6), label=words)
+    assert site.load(path, classes, SIZE)["label"].tolist() == [1, 0, 0, 1, 2, 1]
+    path = write(tmp_path / "b.parquet", image=images(2), label=["vulpes", "canis"])
+    (tmp_path / "names.txt").write_text("vulpes = red_fox\ncanis = grey_wolf\n")
+    assert site.load(path, classes, SIZE, names=tmp_path / "names.txt")["label"].tolist() == [0, 2]
+
+
 def test_accents_that_a_file_system_took_apart_are_the_same_name(tmp_path):
     class_folders(tmp_path / "set", {unicodedata.normalize("NFD", "Bébé"): 2})
     assert site.load(tmp_path / "set", ("dog", unicodedata.normalize("NFC", "Bébé")), SIZE)["label"].tolist() == [1, 1]

@@ -536,6 +536,14 @@ def test_a_class_without_a_name_ends_in_one_line_that_says_where_and_what_to_do(
     assert not (store.cache_folder() / "decoded").exists()
 
 
+def test_classes_that_a_person_would_write_alike_keep_their_own_names(tmp_path):
+    class_folders(tmp_path / "set", {"red_fox": 5, "red fox": 6, "_red_fox": 7, "grey_wolf": 8})
+    got = sources.load("x", path=tmp_path / "set")
+    assert got.classes == ("_red_fox", "grey wolf", "red fox", "red_fox")
+    rows = torch.cat([got.train["label"], got.test["label"]]).bincount().tolist()
+    assert dict(zip(got.classes, rows, strict=True)) == {"red_fox": 5, "red fox": 6, "_red_fox": 7, "grey wolf": 8}
+
+
 # --- domains ---------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -197,6 +198,33 @@ def test_names_are_ones_that_every_tracker_takes():
     assert track.flat({"a b": {"crane (bird)": 1, "x": None, "ü": 2}, "c": "d"}) == {
         "a b/crane _bird_": 1, "a b/ü": 2, "c": "d",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("names", [["C++", "C#", "C_"], ["C#", "C__", "C++", "C_ 2"], ["a/b", "a_b", "a:b", "a*b"]])
+def test_names_that_a_tracker_would_write_alike_are_told_apart(names):
+    line = {"round": 1, "per_class": [0.1 * k for k in range(len(names))], "per_domain": dict.fromkeys(names, 0.5)}
+    told = track.scalars(line, names)
+    tags = [tag for tag in told if tag.startswith("per_class/")]
+    assert [told[tag] for tag in tags] == line["per_class"]
+    assert len([tag for tag in told if tag.startswith("per_domain/")]) == len(names)
+    assert all(re.fullmatch(r"per_(class|domain)/[\w. -]+", tag) for tag in told)
+    assert [f"per_class/{name}" in tags for name in names if re.fullmatch(r"\w+", name)].count(False) == 0
+    unmeasured = line | {"per_class": [None, *line["per_class"][1:]]}
+    assert [tag for tag in track.scalars(unmeasured, names) if tag in tags] == tags[1:]  # the others keep theirs
+
+
+def test_who_reads_the_screen_does_not_learn_the_password_of_a_tracker(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://jane:p@ss:w0rd@mlflow.example:5000/x")
+    _, said = go(tmp_path, "track=mlflow")
+    assert "track=mlflow: https://mlflow.example:5000/x" in said
+
+    def refuses(self):
+        raise OSError("cannot reach https://jane:p@ss:w0rd@mlflow.example:5000/x or postgresql://jane:w0rd@db/x today")
+
+    monkeypatch.setattr(tracking.LOGGER_TYPE_TO_CLASS["mlflow"], "start", refuses)
+    _, said = go(tmp_path / "again", "track=mlflow")
+    assert any("cannot reach https://mlflow.example:5000/x or postgresql://db/x today" in line for line in said)
+    assert "w0rd" not in "\n".join(said)
 
 
 def test_accelerates_adapter_hands_everything_to_the_trackers_own_module(tmp_path, monkeypatch):

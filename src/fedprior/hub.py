@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
 from .errors import UsageError, UserError
+from .progress import clean
 
 
 class File(NamedTuple):
@@ -26,6 +27,16 @@ def check_name(repository: str, where: str = "--push") -> None:
     """Raises UsageError for what is no user/name."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
         raise UsageError(f"{where} wants user/name, not '{repository}'")
+
+
+def check_license(license: str) -> None:
+    """Raises UsageError for what cannot be one of the hub's words for licences, which are a list that only the hub has:
+    small letters, digits, dots, plus signs and hyphens."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+        raise UsageError(
+            "--license wants the hub's word for a licence, such as apache-2.0, cc-by-4.0, mit or other, not "
+            f"'{clean(license)}'"
+        )
 
 
 def upload(

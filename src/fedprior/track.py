@@ -54,6 +54,11 @@ def _finish_trackio(adapter: Any) -> None:
     trackio.finish()
 
 
+def without_password(text: str) -> str:
+    """A text whose addresses say neither user nor password."""
+    return re.sub(r"(?<=://)[^\s/?#]*@", "", text)
+
+
 TRACKERS = {
     "tensorboard": Kind(
         lambda folder, known: {
@@ -86,7 +91,9 @@ TRACKERS = {
             "run_id": known["run"] if known else None,
         },
         lambda run: str(run.info.run_id),
-        lambda folder: os.environ.get("MLFLOW_TRACKING_URI", "`mlflow ui` in the folder that you are in shows it"),
+        lambda folder: without_password(
+            os.environ.get("MLFLOW_TRACKING_URI", "`mlflow ui` in the folder that you are in shows it")
+        ),
     ),
     "trackio": Kind(
         lambda folder, known: {
@@ -158,7 +165,8 @@ class Trackers:
             with redirect_stdout(sys.stderr):
                 yield
         except Exception as error:  # each has errors of its own, and none may reach the run
-            reason = next(iter(str(error).strip().splitlines()), "")[:200].rstrip(".") or type(error).__name__
+            said = without_password(next(iter(str(error).strip().splitlines()), ""))
+            reason = said[:200].rstrip(".") or type(error).__name__
             if (adapter := self.live.pop(name, None)) is not None:
                 with suppress(Exception):  # some refuse a second run while a first one is open
                     TRACKERS[name].finish(adapter)
@@ -212,10 +220,26 @@ def scalars(line: dict[str, Any], classes: Sequence[str]) -> dict[str, float]:
 def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"a": {"b": 1}} -> {"a/b": 1}, without what is None, under names that every tracker takes."""
     out: dict[str, Any] = {}
-    for key, value in values.items():
-        name = prefix + re.sub(r"[^\w. -]", "_", key)
+    for tag, value in zip(tags(list(values)), values.values(), strict=True):
+        name = prefix + tag
         if isinstance(value, dict):
             out |= flat(value, f"{name}/")
         elif value is not None:
             out[name] = value
+    return out
+
+
+def tags(names: Sequence[str]) -> list[str]:
+    """Different names as ones that every tracker takes, different too: other signs are underscores, and of names that
+    are equal then, all but the first get a number in the order in which they come: C++ and C# are "C_" and "C_ 2"."""
+    plain = [re.sub(r"[^\w. -]", "_", name) for name in names]
+    taken = set(names) & set(plain)  # these stay as they are
+    out = []
+    for name, tag in zip(names, plain, strict=True):
+        n, free = 1, tag
+        while name != tag and free in taken:
+            n += 1
+            free = f"{tag} {n}"
+        taken.add(free)
+        out.append(free)
     return out

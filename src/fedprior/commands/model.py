@@ -87,18 +87,18 @@ def predict(
     result["unreadable"] = unread
     seen, domains = tally.evaluation(), any(one.domains for one in found)
     if seen is not None:
-        rates = {name: float(rate) for name, rate, n in zip(classes, seen.per_class, seen.total, strict=True) if n}
+        by_class = zip(classes, seen.per_class.tolist(), seen.total.tolist(), strict=True)
+        rates = [(name, rate, n) for name, rate, n in by_class if n]
         apart = " Each image counts alike; a run with domains gives the mean over them." if domains else ""
         print(f"{percent(seen.accuracy)} of {seen.total.sum()} images with labels are recognised.{apart}")
         table(
             "By class",
             ["class", "accuracy", "images"],
-            [
-                [name, percent(rate), str(n)]
-                for (name, rate), n in zip(rates.items(), seen.total[seen.total > 0], strict=True)
-            ],
+            [[name, percent(rate), str(n)] for name, rate, n in rates],
         )
-        result |= {"labelled": int(seen.total.sum()), "accuracy": seen.accuracy, "loss": seen.loss, "per_class": rates}
+        per_class = {name: rate for name, rate, _ in rates}
+        scores = {"accuracy": seen.accuracy, "loss": seen.loss, "per_class": per_class}
+        result |= {"labelled": int(seen.total.sum())} | scores
     emit(result, as_json)
     if unread:
         progress.say(f"{unread} of {result['images']} images could not be read")

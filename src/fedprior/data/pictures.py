@@ -34,9 +34,10 @@ def find(path: Path, classes: Sequence[str], image: str = "", label: str = "") -
     """The images of a file, of a folder with all below it, or of a data set on disk; of several splits the test split.
 
     Class folders and label columns give labels where a row's class is one of the model's by name (or number, where the
-    data have no names). A folder is taken as splits where its folders of images are called train, test, valid,
-    validation or val, all of them, and have class folders. `image` and `label` name columns. Raises UserError where
-    there is no image, and for a column named by `label` that gives none of the model's classes.
+    data have no names); `_label_column` says which column holds them. A folder is taken as splits where its folders of
+    images are called train, test, valid, validation or val, all of them, and have class folders. `image` and `label`
+    name columns. Raises UserError where there is no image, and for a column named by
+    `label` that gives none of the model's classes.
     """
     rows, remarks = _rows(path)
     try:
@@ -47,7 +48,7 @@ def find(path: Path, classes: Sequence[str], image: str = "", label: str = "") -
     if not label and rows.columns.column_names == [pictures]:
         return Found(rows, pictures, None, remarks, domains)
     try:
-        labels, doubt = _labels(rows, label or sources.columns(rows, pictures, None)[1], classes)
+        labels, doubt = _labels(rows, label or _label_column(rows, pictures, classes), classes)
     except UserError as error:
         if label:
             raise _reworded(error) from None
@@ -151,6 +152,34 @@ def _pictures(files: Sequence[Path], folder: Path) -> Rows:
     return origins.picture_rows(files, folder, lambda row: os.fsencode(files[row]).decode("utf-8", "backslashreplace"))
 
 
+def _label_column(rows: Rows, image: str, classes: Sequence[str]) -> str:
+    """The column that is sure to hold labels: one that declares its classes, else the one called label, else the one of
+    texts that are all classes of the model. Numbers of another name may be ages. Raises UserError where there is none,
+    or several could be meant."""
+    import pyarrow as pa
+
+    others: list[str] = [column for column in rows.columns.column_names if column not in (image, "domain")]
+    if any(sources.declared(rows, column) for column in others):
+        return sources.columns(rows, image, None)[1]
+    if "label" in others:
+        return "label"
+    means = site.finder(classes)
+
+    def says_classes(column: str) -> bool:
+        kind = rows.columns[column].type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+            return False
+        words = [word for word in rows.columns[column].unique().to_pylist() if word is not None]
+        return bool(words) and all(len(means(word)) == 1 for word in words)
+
+    found = [column for column in others if says_classes(column)]
+    if len(found) == 1:
+        return found[0]
+    wanted = "one that declares its classes, is called label or holds classes of the model and no other text"
+    which = f"several columns of the model's classes ({', '.join(found)})" if found else f"no label column ({wanted})"
+    raise UserError(f"{rows.where} has {which} among {', '.join(others)}; choose one with data.label=")
+
+
 def _labels(rows: Rows, column: str, classes: Sequence[str]) -> tuple[Tensor, str]:
     """Each row's number within the model's classes, int64 [n], -1 where it has none; and in words which those are.
     Raises UserError where no row has one."""
@@ -168,7 +197,7 @@ def _labels(rows: Rows, column: str, classes: Sequence[str]) -> tuple[Tensor, st
     else:
         own, written = sources.labels(part, column, None)
         means = site.finder(classes)
-        which = [means(sources.readable(name)) for name in written]
+        which = [means(name) for name in written]
         found = torch.tensor([one[0] if len(one) == 1 else -1 for one in which])[own]
         strange = [written[k] for k in own[found < 0].unique().tolist()]
     if (found < 0).all():

@@ -78,7 +78,7 @@ def _numbers(rows: Rows, column: str, classes: Sequence[str], renamed: Path | No
     called = [sources.readable(name) for name in written]
     find = finder(classes)
     meant = {} if renamed is None else _meant(renamed, called, classes, find)
-    found = [meant.get(name) or find(name) for name in called]
+    found = [meant.get(name) or find(raw) for name, raw in zip(called, written, strict=True)]
     number = np.array([which[0] if len(which) == 1 else -1 for which in found], dtype=np.int64)
     foreign = np.flatnonzero(number[own.numpy()] < 0)
     if len(foreign):
@@ -98,13 +98,19 @@ def _numbers(rows: Rows, column: str, classes: Sequence[str], renamed: Path | No
 
 
 def finder(classes: Sequence[str]) -> Callable[[str], list[int]]:
-    """What gives the numbers of the classes that a name may mean: those written so, else those that differ in case."""
+    """What gives the numbers of the classes that a name, as the data have it, may mean: those written so, else those
+    written so by a person, else those that differ in case."""
     alike: dict[str, list[int]] = {}
     folded: dict[str, list[int]] = {}
     for i, name in enumerate(classes):
         alike.setdefault(name, []).append(i)
         folded.setdefault(_folded(name), []).append(i)
-    return lambda name: alike.get(name) or folded.get(_folded(name), [])
+
+    def find(name: str) -> list[int]:
+        said = sources.readable(name)
+        return alike.get(name) or alike.get(said) or folded.get(_folded(name)) or folded.get(_folded(said), [])
+
+    return find
 
 
 def _folded(name: str) -> str:
@@ -118,7 +124,7 @@ def _meant(
     left, right = "class", "experiment's class"
     out = {}
     for name, said in pairs(renamed, called, left, right, f"no names at '{renamed}'; give").items():
-        out[name] = find(sources.readable(said))
+        out[name] = find(said)
         if not out[name]:
             raise UserError(f"{renamed}: the line for '{name}' has an {unknown('class', said, classes)}")
         if len(out[name]) > 1:

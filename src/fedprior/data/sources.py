@@ -27,7 +27,7 @@ from fedprior.errors import UsageError, UserError, unknown
 from fedprior.tree import Tree
 
 TEST_EVERY = 5  # of a set without a test split, this many images of a class (and domain) give one test image
-DECODER = "3"  # goes up when the same files would decode to other values
+DECODER = "4"  # goes up when the same files would decode to other values
 
 CAMERAS = ("JPEG", "MPO", "WEBP", "AVIF")  # formats whose EXIF says how the camera was held; Pillow turns a TIFF itself
 ORIENTATION = 0x0112  # its tag
@@ -51,7 +51,7 @@ class Source:
     name: str
     train: Table  # images uint8 [n, 3, H, W]
     test: Table  # images of the same height and width
-    classes: tuple[str, ...]  # readable names, by label
+    classes: tuple[str, ...]  # readable names, by label, no two alike
     domains: tuple[str, ...] = ()  # names as in the data, sorted, by domain; empty without a column `domain`
     divided: bool = False  # the set has no test split, so the test rows were taken from the training split
 
@@ -350,8 +350,10 @@ def readable(name: str) -> str:
 
 
 def _classes(names: Sequence[str], numbers: Tensor, rows: Rows, column: str) -> tuple[str, ...]:
-    """The readable class names. Prompts are made of them, so each class needs one."""
+    """The readable class names; those that a person would write alike stay as the data have them, so that no two are
+    equal. Prompts are made of them, so each class needs one."""
     classes = tuple(map(readable, names))
+    times = Counter(classes)
     if "" in classes:
         blank = classes.index("")
         held = torch.nonzero(numbers == blank).flatten().tolist()
@@ -360,7 +362,7 @@ def _classes(names: Sequence[str], numbers: Tensor, rows: Rows, column: str) -> 
             f"class {blank} in column '{column}' of {rows.where} has no name{seen}; name it, drop its rows or choose "
             "another column with data.label="
         )
-    return classes
+    return tuple(said if times[said] == 1 else name for said, name in zip(classes, names, strict=True))
 
 
 def _domains(rows: Rows) -> list[str] | None:
