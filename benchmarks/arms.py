@@ -11,7 +11,7 @@ import torch
 from fedprior import environment, store
 from fedprior.commands.common import experiment_of
 from fedprior.config import to_toml
-from fedprior.report.summary import across_seeds, headline, percent
+from fedprior.report.numbers import across_seeds, headline, percent
 from fedprior.run import run
 
 

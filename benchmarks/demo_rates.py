@@ -16,7 +16,7 @@ import torch
 from fedprior import environment
 from fedprior.config import Experiment, override
 from fedprior.demo import ARMS
-from fedprior.report.summary import across_seeds, percent
+from fedprior.report.numbers import across_seeds, percent
 from fedprior.run import run
 
 SETTINGS = [

@@ -27,7 +27,7 @@ from fedprior import environment, seeds, store
 from fedprior.priors import embedded
 from fedprior.priors.diffusion import SIDECAR
 from fedprior.recipes import FEDDIFRC_ABLATION
-from fedprior.report.summary import across_seeds, percent
+from fedprior.report.numbers import across_seeds, percent
 
 RECORDS = Path(__file__).parent.parent / "docs" / "records"
 SEEDS = (0, 1, 2)

@@ -20,7 +20,7 @@ import torch
 from fedprior import environment
 from fedprior.config import Experiment, override
 from fedprior.methods import METHODS
-from fedprior.report.summary import across_seeds, headline, percent, to_target
+from fedprior.report.numbers import across_seeds, headline, percent, to_target
 from fedprior.run import run
 
 SETTING = ("partition=dirichlet", "partition.alpha=0.1", "clients=20", "cohort=5", "rounds=60", "target=0.9")

@@ -20,12 +20,12 @@ from typer.testing import CliRunner
 
 from fedprior import environment, nets, record
 from fedprior.cli import app
-from fedprior.config import Experiment, override
+from fedprior.config import Experiment, override, to_toml
 from fedprior.data import digits
-from fedprior.errors import UsageError
+from fedprior.errors import UsageError, UserError
 from fedprior.net import Net
-from fedprior.report import figures, html, load, summary
-from fedprior.report.summary import Arm, Holdings, ReportData
+from fedprior.report import figures, html, load, numbers, summary
+from fedprior.report.numbers import Arm, Holdings, ReportData, Shown
 from fedprior.run import run
 from fedprior.store import read_json
 
@@ -74,6 +74,7 @@ def data(**changes):
             classes=classes,
             before=np.array([[4, 0], [1, 3], [0, 2]]),
             after=np.array([[4, 4], [3, 3], [2, 2]]),
+            shown=Shown("fedavg+balance", 1, "balanced-1"),
             synthetic={name: images(2) for name in classes},
             real={name: images(3, seed=1) for name in classes},
             config='name = "<x>"\n',
@@ -98,7 +99,7 @@ def whole():
     arms = []
     for number, arm in enumerate(data().arms):
         curves = [[line | {"seconds": 100.0 * line["round"]} for line in curve] for curve in arm.curves]
-        spent = {"training": 150.0, "evaluation": 40.0, summary.REST: 10.0}
+        spent = {"training": 150.0, "evaluation": 40.0, numbers.REST: 10.0}
         own = [held(0.1, 0.9, np.nan), held(0.3, 0.7, 1.0), held(0.5, 0.6, 0.2, synthetic=number)]
         arms.append(
             replace(
@@ -153,26 +154,26 @@ class Page(HTMLParser):
 
 def test_headline_averages_the_last_ten_rounds_whether_all_were_evaluated_or_not():
     seen = [1.0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.5]
-    got = summary.headline(curve(seen))
+    got = numbers.headline(curve(seen))
     assert got == {"last": 0.5, "mean_last10": pytest.approx(0.5, abs=1e-15), "best": 1.0, "rounds": 12}
     with_gaps = [a for pair in zip([None] * 12, seen, strict=True) for a in pair]  # rounds 2, 4, ... 24
-    got = summary.headline(curve(with_gaps))
+    got = numbers.headline(curve(with_gaps))
     assert got == {"last": 0.5, "mean_last10": pytest.approx(0.7, abs=1e-15), "best": 1.0, "rounds": 24}  # 16 to 24
 
 
 def test_headline_without_evaluations_has_no_numbers():
-    assert summary.headline(curve([None])) == {"last": None, "mean_last10": None, "best": None, "rounds": 1}
+    assert numbers.headline(curve([None])) == {"last": None, "mean_last10": None, "best": None, "rounds": 1}
 
 
 def test_target_is_reached_in_the_first_round_at_or_above_it_and_counts_both_directions():
-    assert summary.to_target(curve([0.1, None, 0.5, 0.4, 0.6]), 0.5) == {"rounds": 3, "MB": 9.0}
-    assert summary.to_target(curve([0.1, 0.4]), 0.5) is None
+    assert numbers.to_target(curve([0.1, None, 0.5, 0.4, 0.6]), 0.5) == {"rounds": 3, "MB": 9.0}
+    assert numbers.to_target(curve([0.1, 0.4]), 0.5) is None
 
 
 def test_spread_over_seeds_is_the_sample_standard_deviation():
-    assert summary.across_seeds([0.5, 0.7, 0.9]) == (pytest.approx(0.7), pytest.approx(0.2))
-    assert summary.across_seeds([0.5, None]) == (0.5, None)
-    assert summary.across_seeds([None]) == (None, None)
+    assert numbers.across_seeds([0.5, 0.7, 0.9]) == (pytest.approx(0.7), pytest.approx(0.2))
+    assert numbers.across_seeds([0.5, None]) == (0.5, None)
+    assert numbers.across_seeds([None]) == (None, None)
 
 
 def test_comparison_row_holds_hand_computed_numbers():
@@ -214,46 +215,99 @@ def test_rounds_to_target_are_averaged_over_the_seeds_that_got_there():
     assert summary.reached(arm, 0.6) == "not reached"
 
 
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [
-        ([0.8, 0.9], "a gain of 65.0 points, far outside the spread over seeds."),
-        # deviations 0.1414 and 0.0707 combine to 0.158: 0.2 lies outside, but not three times
-        ([0.35, 0.45], "a gain of 20.0 points, outside, but not far outside, the spread over seeds."),
-        ([0.3, 0.4], "a difference of 15.0 points, within the spread over seeds, so no gain is shown."),
-        ([0.1, 0.2], "a difference of 5.0 points, within the spread over seeds, so no gain is shown."),
-        ([0.0, 0.0], "a loss of 20.0 points, outside, but not far outside, the spread over seeds."),
-    ],
-)
-def test_verdict_weighs_the_difference_by_the_combined_spread(values, says):
-    base = Arm(name="a", curves=[curve([0.1]), curve([0.3])])
-    (sentence,) = summary.verdicts([base, Arm(name="b", curves=[curve([v]) for v in values])])
-    assert sentence.endswith(says)
-    assert sentence.startswith(f"b reached {100 * sum(values) / 2:.1f} % ± ")
-    assert "a 20.0 % ± 14.1" in sentence
+def seeded(name, accuracies, seeds=None):
+    """An arm of one round a seed, with this accuracy each."""
+    return Arm(name=name, curves=[curve([v]) for v in accuracies], seeds=list(seeds or range(len(accuracies))))
 
 
-def test_verdict_of_one_seed_claims_nothing():
-    three = Arm(name="b", curves=[curve([0.9])] * 3)
-    (sentence,) = summary.verdicts([Arm(name="a", curves=[curve([0.1])]), three])
-    assert sentence.endswith("80.0 points more, but one seed cannot tell an effect from chance.")
+def verdict(ours, base, **more):
+    """What is said of arm b with these accuracies against arm a; `seeds` are those of b."""
+    (sentence,) = summary.verdicts([seeded("a", base), seeded("b", ours, **more)])
+    return sentence
+
+
+TESTED = "(two-sided paired t-test over {} at 5 %)"
 
 
 @pytest.mark.parametrize(
-    ("ours", "says"),
+    ("gaps", "says"),
     [
-        (
-            [0.3],
-            "b reached 30.0 % test accuracy, a 30.0 %: they are equal, but one seed cannot tell an effect from chance.",
-        ),
-        ([0.2, 0.4], "they are equal, so no gain is shown."),
-        ([0.3004], "less than 0.1 points more, but one seed cannot tell an effect from chance."),
+        ([8.0, 8.0, 8.0], "a gain of 8.0 ± 0.0 points, told from chance {}."),
+        ([-7.7, -8.3, -8.0], "a loss of 8.0 ± 0.3 points, told from chance {}."),
+        # 8 / (8 / √3) is 1.73, and must exceed 4.30 with three seeds
+        ([0.0, 16.0, 8.0], "a difference of 8.0 ± 8.0 points, not told from chance {}, so no gain is shown."),
+        ([0.0, -16.0, -8.0], "a difference of 8.0 ± 8.0 points, not told from chance {}, so no gain is shown."),
+        ([-10.0, 10.0, 0.0], "a difference of 0.0 ± 10.0 points, not told from chance {}, so no gain is shown."),
+        ([0.01, 0.01, 0.01, 0.01], "a gain of less than 0.1 points, told from chance {}."),
+        ([0.0, 0.0, 0.0], "they are equal, so no gain is shown."),
     ],
 )
-def test_no_difference_is_neither_more_nor_less(ours, says):
-    base = Arm(name="a", curves=[curve([v]) for v in ([0.1, 0.5] if len(ours) > 1 else [0.3])])
-    (sentence,) = summary.verdicts([base, Arm(name="b", curves=[curve([v]) for v in ours])])
-    assert sentence.endswith(says)
+def test_a_difference_is_judged_seed_by_seed_however_far_the_seeds_lie_apart(gaps, says):
+    base = [0.3, 0.5, 0.4, 0.6][: len(gaps)]  # spread by more than any of the gaps
+    said = verdict([v + gap / 100 for v, gap in zip(base, gaps, strict=True)], base)
+    assert said.endswith(f": {says.format(TESTED.format(f'{len(gaps)} seeds'))}")
+
+
+def test_a_verdict_gives_both_means_with_their_spreads():
+    assert verdict([0.4, 0.6, 0.5], [0.3, 0.5, 0.4]).startswith(
+        "b reached 50.0 % ± 10.0 test accuracy, a 40.0 % ± 10.0: a gain of 10.0 ± 0.0 points, told"
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), min_size=3, max_size=8))
+def test_a_gain_is_called_one_when_the_paired_t_test_says_so(pairs):
+    from scipy.stats import ttest_rel
+
+    ours, base = np.array(pairs).T / 1000
+    if np.ptp(ours - base) < 1e-6:  # the test has no answer
+        return
+    effect = f"a {'gain' if ours.mean() > base.mean() else 'loss'} of"
+    assert (effect in verdict(ours, base)) == (ttest_rel(ours, base).pvalue < 0.05)
+
+
+def test_seeds_are_paired_by_their_number_and_those_of_one_arm_alone_are_left_out():
+    base = {0: 0.1, 1: 0.9, 2: 0.5, 3: 0.3}
+    ours = {3: 0.4, 1: 1.0, 7: 0.0, 0: 0.2}
+    says = verdict(ours.values(), base.values(), seeds=ours)
+    assert says.endswith(f"a gain of 10.0 ± 0.0 points, told from chance {TESTED.format('the 3 seeds in both')}.")
+
+
+@pytest.mark.parametrize(
+    ("ours", "base", "seeds", "says"),
+    [
+        ([0.9], [0.1], [0], "80.0 points more, but one seed cannot tell an effect from chance."),
+        ([0.1], [0.9], [0], "80.0 points less, but one seed cannot tell an effect from chance."),
+        ([0.9, 0.8], [0.1, 0.0], [0, 1], "80.0 points more, but two seeds cannot tell an effect from chance."),
+        ([0.9] * 3, [0.1], [0, 1, 2], "80.0 points more, but one seed in both cannot tell an effect from chance."),
+        ([0.9] * 3, [0.1] * 3, [1, 2, 3], "80.0 points more, but two seeds in both cannot tell an effect from chance."),
+        ([0.9] * 3, [0.1] * 3, [3, 4, 5], "80.0 points more, but no seed is in both to tell an effect from chance."),
+        ([0.3004], [0.3], [0], "less than 0.1 points more, but one seed cannot tell an effect from chance."),
+        ([0.2, 0.4], [0.1, 0.5], [0, 1], "they are equal, but two seeds cannot tell an effect from chance."),
+    ],
+)
+def test_fewer_than_three_seeds_in_both_claim_nothing(ours, base, seeds, says):
+    assert verdict(ours, base, seeds=seeds).endswith(f": {says}")
+
+
+def test_a_seed_that_was_never_evaluated_is_no_pair():
+    arms = [seeded("a", [0.1, 0.2, 0.3]), seeded("b", [0.2, 0.3, None])]
+    assert summary.verdicts(arms)[0].endswith("but two seeds in both cannot tell an effect from chance.")
+
+
+def test_the_headlines_are_paired_and_not_the_last_rounds():
+    base = [curve([0.1 * i, 0.2 * i]) for i in (1, 2, 3)]
+    ours = [curve([0.1 * i + 0.2, 0.2 * i - 0.1]) for i in (1, 2, 3)]  # 5 points more in the mean
+    arms = [Arm(name=n, curves=c, seeds=[0, 1, 2]) for n, c in (("a", base), ("b", ours))]
+    assert "a gain of 5.0 ± 0.0 points" in summary.verdicts(arms)[0]
+
+
+def test_the_page_says_when_a_difference_is_called_a_gain():
+    said = " ".join("".join(Page(html.render(whole())).text).split())
+    assert "told from chance when a two-sided paired t-test over seeds at 5 % tells" in said
+    assert "at least 3 seeds" in said
+    assert "± the sample standard deviation of the paired differences" in said
+    assert "paired" not in "".join(Page(html.render(data(arms=whole().arms[:1]))).text)
 
 
 def test_verdict_names_what_was_never_evaluated():
@@ -269,6 +323,60 @@ def test_holdings_count_rows_and_classes():
         "3 clients hold 10 real rows; a client has on average 1.3 of the 2 classes.",
         "The prior's images add 8 synthetic rows, after which a client has on average 2 classes.",
     ]
+
+
+def splits(**arms):
+    """Data of arms that hold these real rows, a split a seed: [clients, classes] each, and no synthetic ones."""
+    held = {
+        name: [Holdings(real=np.array(x), synthetic=np.zeros(len(x), int), accuracy=np.ones(len(x))) for x in own]
+        for name, own in arms.items()
+    }
+    made = [
+        replace(seeded(name, [0.5] * len(own)), clients=own, runs=[f"{name}{i}" for i in range(len(own))])
+        for name, own in held.items()
+    ]
+    first = next(iter(arms))
+    return data(arms=made, before=held[first][0].real, after=None, shown=Shown(first, 0, f"{first}0"))
+
+
+def test_whose_split_is_shown_is_said_where_runs_have_several():
+    one, other, three = [[4, 0], [0, 4]], [[3, 0], [0, 5]], [[4, 0], [0, 2], [0, 2]]
+    counts = "2 clients hold 8 real rows; a client has on average 1 of the 2 classes."
+    assert summary.holdings(splits(a=[one, one], b=[one, one])) == [counts]
+    assert summary.holdings(splits(a=[one, other])) == [
+        "Each seed splits the rows anew; shown is seed 0 (run a0).",
+        counts,
+    ]
+    assert summary.holdings(splits(a=[one, other], b=[one, other])) == [
+        "Each seed splits the rows anew, alike in every setting; shown is seed 0 (run a0).", counts,
+    ]  # fmt: skip
+    assert summary.holdings(splits(a=[one], b=[other])) == [
+        "The rows are not split alike in every setting; shown is a, seed 0 (run a0).", counts,
+    ]  # fmt: skip
+    more = splits(a=[one, one], b=[three, three])
+    assert summary.holdings(more) == [
+        "The rows are not split alike in every setting (2 to 3 clients); shown is a, seed 0 (run a0).", counts,
+    ]  # fmt: skip
+    fewer = splits(a=[one], b=[[[1, 0], [0, 1], [0, 0]]])
+    assert "(2 to 3 clients, 2 to 8 real rows); shown" in summary.holdings(fewer)[0]
+    assert html.facts(more)[0] == "2 to 3 clients"
+    assert html.facts(splits(a=[one]))[0] == "2 clients"
+    assert "not split alike" in html.render(more)
+
+
+def test_whose_synthetic_rows_are_shown_is_said_where_settings_differ_in_them():
+    plain = splits(a=[[[4, 0], [0, 4]]], b=[[[4, 0], [0, 4]]])
+    a, b = plain.arms
+    b = replace(b, clients=[replace(b.clients[0], synthetic=np.array([4, 4]))])
+    both = replace(plain, arms=[a, b], after=np.full((2, 2), 4), shown=Shown("b", 0, "b0"))
+    says = "he prior's images add 8 synthetic rows, after which a client has on average 2 classes."
+    assert summary.holdings(both)[1] == f"With b, t{says}"
+    assert summary.holdings(replace(both, arms=[b]))[1] == f"T{says}"
+
+
+def test_rounds_at_a_glance_are_a_range_where_runs_have_different_ones():
+    arms = [Arm(name="a", curves=[curve([0.1])]), Arm(name="b", curves=[curve([0.1] * 3)])]
+    assert html.facts(data(arms=arms))[2] == "1 to 3 rounds"
 
 
 def test_clients_are_summarised_at_the_last_evaluation_over_seeds():
@@ -311,7 +419,7 @@ def test_incidents_name_run_round_client_and_reason_and_stop_at_the_limit():
 
 def test_series_averages_seeds_at_the_rounds_that_all_evaluated():
     arm = Arm(name="a", curves=[curve([0.2, None, 0.4], up=0), curve([0.4, 0.9, 0.8])])
-    xs, ys = figures.series(arm, summary.megabytes)
+    xs, ys = figures.series(arm, numbers.megabytes)
     assert xs.tolist() == [2.5, 7.5]  # 2 and 3 MB, 6 and 9 MB
     assert ys == pytest.approx(np.array([[20, 40], [40, 80]]))
 
@@ -569,7 +677,7 @@ def test_the_headline_says_which_mean_it_is():
          "Test accuracy on real images (mean over clients' own models and domains), after",
          "Test accuracy, mean over clients' own models and domains."),
         ([plain, local], "local reached 50.0 % test accuracy (of local, mean over clients' own models), a 40.0 %: 10.0 "
-         "points more, but one seed cannot tell an effect from chance.",
+         "points more, but no seed is in both to tell an effect from chance.",
          "Test accuracy on real images (of local, mean over clients' own models), after",
          "Test accuracy of the global model; of local, mean over clients' own models."),
     ]:  # fmt: skip
@@ -595,7 +703,7 @@ def test_the_worst_client_of_several_seeds_is_a_mean_and_called_one():
     ("seconds", "says"), [(0.423, "0.42 s"), (9.994, "9.99 s"), (13.06, "13.1 s"), (7810, "2 h 10 min")]
 )
 def test_durations_have_three_digits_or_two_units(seconds, says):
-    assert summary.lasted(seconds) == says
+    assert numbers.lasted(seconds) == says
 
 
 def test_worst_clients_come_by_accuracy_over_all_seeds_with_rows_and_classes():
@@ -666,17 +774,17 @@ def test_time_is_parted_by_what_it_went_into_and_what_is_left():
         {"round": 2, "training_seconds": 3.0, "evaluation_seconds": 0.5},
         {"round": 3, "training_seconds": 1.0, "evaluation_seconds": 0.0, "pretraining_seconds": 1.0},
     ]
-    got = summary.spent(lines, 20.0)
-    assert got == {"images from the prior": 10, "descriptors": 0, "training": 7, "evaluation": 1, summary.REST: 2}
+    got = numbers.spent(lines, 20.0)
+    assert got == {"images from the prior": 10, "descriptors": 0, "training": 7, "evaluation": 1, numbers.REST: 2}
     earlier = [{"round": 1, "seconds": 9.0, "evaluation_seconds": 0.5}]
-    assert summary.spent(earlier, 10.0) == {"evaluation": 0.5, f"training, {summary.REST}": 9.5}
-    assert summary.spent([], 10.0) == {}
+    assert numbers.spent(earlier, 10.0) == {"evaluation": 0.5, f"training, {numbers.REST}": 9.5}
+    assert numbers.spent([], 10.0) == {}
     twice = Arm(name="a", curves=[], seconds=[got, got | {"training": 27.0}])
     assert summary.seconds_rows([twice, Arm(name="b", curves=[])]) == [
         {"time": "images from the prior", "a": "10.0 s (33 %)", "b": "–"},
         {"time": "training", "a": "17.0 s (57 %)", "b": "–"},
         {"time": "evaluation", "a": "1.00 s (3 %)", "b": "–"},
-        {"time": summary.REST, "a": "2.00 s (7 %)", "b": "–"},
+        {"time": numbers.REST, "a": "2.00 s (7 %)", "b": "–"},
         {"time": "in all", "a": "30.0 s", "b": "–"},
     ]
     assert summary.seconds_rows([Arm(name="b", curves=[])]) == []
@@ -703,6 +811,74 @@ def test_configs_are_flattened_to_the_keys_of_the_command_line():
     assert load.flat(values) == {
         "seed": 1, "name": "n", "method": "fedprox", "method.mu": 0.5, "data": "digits", "data.half": "",
     }  # fmt: skip
+
+
+def configs(tmp_path, *all_words):
+    """Folders with the config of an experiment each."""
+    folders = []
+    for i, words in enumerate(all_words):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "config.toml").write_text(to_toml(override(Experiment(), words)))
+        folders.append(tmp_path / str(i))
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("all_words", "names"),
+    [
+        ([["balance=max"]], ["fedavg+balance"]),
+        ([[], ["guide=feddifrc"]], ["fedavg", "fedavg+guide"]),
+        (
+            [["method=fedprox", "balance=max", "balance.pool=per_client", "adapt=lora", "guide=feddifrc"]],
+            ["fedprox+balance+adapt+guide"],
+        ),
+        (
+            [["partition.alpha=0.1"], ["partition.alpha=0.5"], ["method=fedprox"]],
+            ["fedavg (partition.alpha=0.1)", "fedavg (partition.alpha=0.5)", "fedprox"],
+        ),
+        (
+            [["clients=5", "local.lr=0.2"], ["clients=6", "local.lr=0.2"], ["clients=6"]],
+            [f"fedavg (clients={n}, local.lr={lr})" for n, lr in ((5, 0.2), (6, 0.2), (6, 0.1))],
+        ),
+        # what belongs to a choice is not told where the choice tells enough, and is told where it does not
+        ([["server=adam"], ["server=sgd"]], ["fedavg (server=adam)", "fedavg (server=sgd)"]),
+        (
+            [["partition.alpha=1"], ["partition.alpha=2"], ["partition=iid"]],
+            [
+                "fedavg (partition=dirichlet, partition.alpha=1.0)",
+                "fedavg (partition=dirichlet, partition.alpha=2.0)",
+                "fedavg (partition=iid)",
+            ],
+        ),
+        ([[], ["clients=5", "local.lr=0.2", "steps=3"]], ["fedavg", "fedavg (2)"]),
+        ([["seed=1"], ["seed=2", "engine=serial"]], ["fedavg"]),
+    ],
+)  # fmt: skip
+def test_an_arm_is_named_by_what_it_is_made_of_and_where_that_is_alike_by_what_differs(tmp_path, all_words, names):
+    assert list(load.group(configs(tmp_path, *all_words))) == names
+
+
+def test_arms_that_differ_in_a_long_value_are_numbered(tmp_path):
+    words = [["data=folder", f"data.path=/{letter * 90}", "name=x"] for letter in "ab"]
+    assert list(load.group(configs(tmp_path, *words))) == ["fedavg", "fedavg (2)"]
+
+
+@pytest.mark.parametrize("width", [figures.THIRD, figures.WIDTH])
+def test_a_legend_has_room_for_long_names(width):
+    from matplotlib.figure import Figure
+
+    name = "fedprox+balance (partition=quantity_skew, partition.alpha=0.05)"
+    assert len(name) > load.LONGEST
+    with matplotlib.rc_context(figures.STYLE):
+        canvas = Figure(figsize=(width, 3))
+        ax = canvas.subplots()
+        ax.plot([1], [1], label=name)
+        figures.legend(canvas, ax, [Arm(name=name, curves=[])], width)
+        canvas.draw_without_rendering()
+        box = canvas.legends[0].get_window_extent()
+    assert 0 < box.x0 < box.x1 < canvas.bbox.width
+    assert canvas.legends[0].get_texts()[0].get_text().split() == name.split()
+    assert box.height / canvas.dpi < figures.legend_height([Arm(name=name, curves=[])], width) + 0.15
 
 
 def test_requests_are_counted_by_how_they_ended():
@@ -795,7 +971,7 @@ def test_a_page_of_what_was_judged_on_held_out_rows_speaks_of_no_test():
         given_data = replace(full, arms=held_out, classes=classes, real={}, synthetic={})
         assert given_data.judged_on == "validation"
         text = html.render(given_data)
-        assert not re.search(r"\btest\b", text, re.IGNORECASE)
+        assert not re.search(r"(?<!t-)\btest\b", text, re.IGNORECASE)
         assert text.lower().count("validation accuracy") > 8
         assert "Validation accuracy on held-out rows of clients" in text
         assert "picked by looking at the held-out rows" in text
@@ -952,7 +1128,7 @@ def test_a_directory_of_an_earlier_version_still_makes_a_page(finished, tmp_path
     result = read_json(folder / "result.json")
     (folder / "result.json").write_text(json.dumps({k: v for k, v in result.items() if k != "models"}))
     text = html.render(load.report_data([folder]))
-    assert f"training, {summary.REST}" in text
+    assert f"training, {numbers.REST}" in text
     assert "taken for" not in text
     (folder / "timings.jsonl").write_text("{")
     (folder / "result.json").unlink()
@@ -970,6 +1146,49 @@ def test_runs_that_were_not_made_alike_say_in_what(finished, tmp_path):
     notes = load.report_data([finished, folder]).notes
     assert notes == ["The runs were not all made alike; they differ in torch and cores."]
     assert load.report_data([finished]).notes == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("result.json", b"{" + b"\xff" * 100_000),
+        ("result.json", b'{"seconds": "' + b"a\\n" * 100_000 + b'"}'),
+        ("result.json", b'{"rounds": 2}'),
+        ("manifest.json", b"[" + b"1, " * 100_000 + b"1]"),
+        ("manifest.json", b'{"versions": {}}'),
+        ("config.toml", b"x" * 100_000),
+        ("config.toml", b"\xff" * 100_000),
+        ("config.toml", b"seed = 1"),
+        ("clients.parquet", b"PAR1" * 1000),
+        ("confusion.parquet", b""),
+        ("examples.safetensors", b"\xff" * 100_000),
+        ("examples.safetensors", None),
+    ],
+)
+def test_what_cannot_be_read_is_named_in_a_short_line_with_the_remedy(finished, tmp_path, name, content):
+    folder = tmp_path / "it"
+    shutil.copytree(finished, folder)
+    config = (folder / "config.toml").read_text()
+    (folder / "config.toml").write_text(config.replace("seed = 0", "seed = 1", 1))
+    (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+    with pytest.raises(UserError) as error:
+        load.report_data([finished, folder])
+    said = str(error.value)
+    assert said.startswith(f"{folder / name} cannot be read (")
+    assert said.endswith("); run that experiment again under another name=")
+    assert said.isprintable()
+    assert len(said) - len(str(folder / name)) < 200
+
+
+def test_the_run_that_is_shown_is_the_one_with_most_rows(finished, tmp_path):
+    folder = tmp_path / "plain"
+    words = [*SMALL, "rounds=1", "seed=3", "name=plain"]
+    run(override(Experiment(), words), tmp_path, report=False)
+    given_data = load.report_data([folder, finished])
+    assert given_data.shown == Shown("fedavg+balance", 0, "it")
+    np.testing.assert_array_equal(given_data.before, load.holdings(finished).real)
+    assert "Of it; the others differ" in html.render(given_data)
+    assert load.report_data([folder]).shown == Shown("fedavg", 3, "plain")
 
 
 def test_the_commit_is_that_of_the_checkout_and_says_when_files_differ(tmp_path):

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason="there is no chromium, chromium-browser or google-chrome on the PATH"),
 ]
 
-PHONE = 390  # pixels
+PHONE, DESK = 390, 1280  # pixels
 CONTRAST = 4.5  # of text, WCAG 2.2 level AA
 
 
@@ -100,10 +100,10 @@ def browse(folder, text, *options):
     return done.stdout, said, {url for url in asked if not url.startswith(("file:", "data:"))}
 
 
-def framed(page, script):
-    """A page that shows `page` on a phone and then writes what `script`, a function of its document, finds."""
+def framed(page, script, width=PHONE):
+    """A page that shows `page` so many pixels wide and then writes what `script`, a function of its document, finds."""
     return (
-        f'<!doctype html><meta charset="utf-8"><iframe style="width: {PHONE}px; height: 800px; border: 0" '
+        f'<!doctype html><meta charset="utf-8"><iframe style="width: {width}px; height: 800px; border: 0" '
         f'srcdoc="{html.escape(page)}"></iframe><pre id="found"></pre>'
         f"<script>const frame = document.querySelector('iframe'); frame.onload = () => {{ "
         f"document.querySelector('#found').textContent = JSON.stringify(({script})(frame.contentDocument)); "
@@ -154,6 +154,35 @@ def test_what_is_wider_than_a_phone_would_be_seen(tmp_path):
     dom, _, _ = browse(tmp_path, framed(text, OVERFLOWING), "--hide-scrollbars")
     assert found(dom)["needed"] == 400
     assert len(found(dom)["wide"]) == 1
+
+
+SCROLLING = """(page) => {
+  page.querySelectorAll("details").forEach((x) => { x.open = true; });
+  const all = [...page.querySelectorAll(".scroll")];
+  return [all.length, all.filter((x) => x.scrollWidth > x.clientWidth).map((x) => x.innerText.slice(0, 80))];
+}"""
+
+
+@pytest.mark.parametrize("alphas", [(0.05, 0.5), (0.01, 0.05, 0.5)])
+def test_tables_of_settings_with_long_names_fit_on_a_desk(alphas, tmp_path):
+    data = whole()
+    classes = ("zero", "one", "two", "three")
+    rows = np.arange(12).reshape(3, 4) + 50
+    arms = [
+        replace(
+            data.arms[i % 2],
+            name=f"fedavg+balance (partition.alpha={alpha}, local.lr=0.05)",
+            curves=[curve([0.5, 0.9], per_class=[0.5] * 4)] * 3,
+            clients=[replace(held, real=rows) for held in data.arms[i % 2].clients],
+            confusion=np.full((4, 4), 7),
+        )
+        for i, alpha in enumerate(alphas)
+    ]
+    page = render(replace(data, arms=arms, classes=classes, before=rows, after=rows + 1, real={}, synthetic={}))
+    dom, _, _ = browse(tmp_path, framed(page, SCROLLING, DESK), f"--window-size={DESK + 50},900", "--hide-scrollbars")
+    tables, scrolling = found(dom)
+    assert tables == 8
+    assert scrolling == []
 
 
 # the colour of every text and of the nearest ground behind it; numbers in a heat map stand on an image

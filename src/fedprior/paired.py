@@ -7,7 +7,11 @@ import numpy as np
 LEVEL = 0.05  # of the test
 LEAST = 3  # seeds: with two, gaps of 10 points may be "not significant"
 FEW = 5  # seeds; with fewer the test has little power
-TESTED = "two-sided paired t-test over seeds at 5 %"
+
+
+def the_test(seeds: str) -> str:
+    """The test in words, over so many seeds."""
+    return f"two-sided paired t-test over {seeds} at {100 * LEVEL:.0f} %"
 
 
 def differs(gaps: np.ndarray) -> bool:

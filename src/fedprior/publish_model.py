@@ -11,8 +11,8 @@ from .config import Experiment, from_toml, to_dict
 from .data import origins
 from .data.partition import Sites
 from .errors import UserError
-from .hub import File, upload
-from .report import summary
+from .hub import File, check_license, upload
+from .report import numbers
 
 LICENSE = "unknown"  # the hub's word for a model whose owner has not said
 FEW, MANY = 20, 200  # classes that the first sentence names, and that a table has a row for
@@ -109,7 +109,9 @@ def _last_part(word: str) -> str:
 
 
 def card(trained: Trained, repository: str, license: str = LICENSE) -> str:
-    """The README.md of the model: the hub's metadata, then the same in words."""
+    """The README.md of the model: the hub's metadata, then the same in words. Raises UsageError for a licence that is
+    no word of the hub's."""
+    check_license(license)
     about, values = trained.about, portable(to_dict(trained.experiment))
     classes, (height, width) = [plain(name) for name in about["classes"]], about["size"]
     how = "on all data in one place" if trained.experiment.method.pooled else "by federated learning"
@@ -170,7 +172,7 @@ def scores(trained: Trained) -> list[str]:
     result, last = trained.result, trained.last
     rows = [
         ("last round", result["last"]),
-        *([(summary.window([result["rounds"]]), result["mean_last10"])] if result["rounds"] > 1 else []),
+        *([(numbers.window([result["rounds"]]), result["mean_last10"])] if result["rounds"] > 1 else []),
         ("best round (optimistic)", result["best"]),
         *((f"clients' own mix of classes, {name}", last["clients"][name]) for name in CLIENTS if last["clients"]),
     ]
@@ -220,7 +222,7 @@ def prior(trained: Trained, values: dict[str, Any]) -> str:
     if not said:
         return "No diffusion model was used."
     return (
-        f"The text-to-image diffusion model `{values['prior']['name']}` {summary.joined(said)}. Accuracy is measured "
+        f"The text-to-image diffusion model `{values['prior']['name']}` {numbers.joined(said)}. Accuracy is measured "
         "on real images only."
     )
 

@@ -27,7 +27,7 @@ from .priors.quality import confusion
 from .probe import knn, linear_head
 from .progress import Progress, Silent
 from .record import Record, metrics
-from .report import html, load, summary
+from .report import html, load, numbers
 from .store import weight_digest
 from .traffic import MB, Traffic
 from .tree import Tree
@@ -182,7 +182,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float,
         server, seconds = train(ready, state, judge, curve, checkpoints, record, progress, began, spent, tell)
     finish(ready, server, judge, record)
     result = {
-        **{k: summary.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
+        **{k: numbers.headline(curve)[k] for k in ("last", "mean_last10", "best", "rounds")},
         "models": "own" if engine.worker.kept else "global",  # whose accuracy it is
         "judged_on": "validation" if experiment.validation else "test",
         "uplink_MB": curve[-1]["uplink_bytes"] / MB,
@@ -190,7 +190,7 @@ def carry_out(ready: Prepared, record: Record, progress: Progress, began: float,
         "seconds": round(seconds, 3),
         "preparation_seconds": round(prepared, 3),
         "target": experiment.target,
-        "to_target": summary.to_target(curve, experiment.target) if experiment.target is not None else None,
+        "to_target": numbers.to_target(curve, experiment.target) if experiment.target is not None else None,
         "synthetic_rows": ready.synthetic_rows,
         "weights": digest(engine, server),
         "engine": ready.why.partition(":")[0].removeprefix("engine="),

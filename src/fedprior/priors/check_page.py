@@ -23,7 +23,7 @@ from ..report.figures import (
     matrix,
     strip,
 )
-from ..report.summary import Arm, percent, shares
+from ..report.numbers import Arm, percent, shares
 from .check import QUANTILES, Lookup, Study
 
 GOOD, FAIR, POOR = 0.9, 0.6, 0.3  # shares of the way from guessing to real images

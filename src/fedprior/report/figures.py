@@ -4,6 +4,7 @@ import base64
 import io
 import math
 import re
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from html import escape
@@ -17,7 +18,8 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
-from .summary import Arm, class_means, evaluated, judged, level, means, megabytes, mixed_up, shares
+from .numbers import Arm, class_means, evaluated, judged, level, megabytes, shares
+from .summary import means, mixed_up
 
 # Okabe and Ito's palette, told apart with every common colour blindness; yellow is left out as too faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -250,7 +252,13 @@ def series(arm: Arm, x: Callable[[dict[str, Any]], float]) -> tuple[np.ndarray, 
 def legend(canvas: Canvas, ax: Axes, arms: Sequence[Arm], width: float = WIDTH) -> None:
     """Names of the arms above the axes, where they hide nothing."""
     handles, names = ax.get_legend_handles_labels()
-    canvas.legend(handles, names, frameon=False, loc="outside upper left", ncols=legend_columns(arms, width))
+    folded = [folded_name(name, width) for name in names]
+    canvas.legend(handles, folded, frameon=False, loc="outside upper left", ncols=legend_columns(arms, width))
+
+
+def folded_name(name: str, width: float) -> str:
+    """A name in lines that fit a panel of this width beside the mark of its curve."""
+    return textwrap.fill(name, int(10.5 * width), break_on_hyphens=False)
 
 
 def legend_columns(arms: Sequence[Arm], width: float) -> int:
@@ -259,7 +267,8 @@ def legend_columns(arms: Sequence[Arm], width: float) -> int:
 
 def legend_height(arms: Sequence[Arm], width: float = WIDTH) -> float:
     """Inches that the names of the arms take."""
-    return 0.24 * math.ceil(len(arms) / legend_columns(arms, width))
+    lines = sum(1 + folded_name(arm.name, width).count("\n") for arm in arms)
+    return 0.24 * math.ceil(lines / legend_columns(arms, width))
 
 
 def per_class(arms: Sequence[Arm], classes: Sequence[str]) -> Figure:

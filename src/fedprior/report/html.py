@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import store
-from . import summary
-from .summary import ReportData
+from .. import paired, store
+from . import numbers, summary
+from .numbers import ReportData
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -163,9 +163,10 @@ def sections(data: ReportData) -> list[Section]:
     """What the data allow."""
     from . import figures
 
-    arms, classes, said = data.arms, data.classes, summary.judged(data.arms)
-    few = len(arms) <= summary.CARDS  # a table with a column for each fits beside a figure
-    trained = all(summary.evaluated(c) for arm in arms for c in arm.curves)
+    arms, classes, said = data.arms, data.classes, numbers.judged(data.arms)
+    few = len(arms) <= summary.CARDS
+    fits = few and sum(max(map(len, arm.name.split())) for arm in arms) <= HALF  # a column for each, beside a figure
+    trained = all(numbers.evaluated(c) for arm in arms for c in arm.curves)
     seen = all(any((h.accuracy >= 0).any() for h in arm.clients) for arm in arms)  # NaN is not
     per_class = figures.per_class(arms, classes) if trained else None
     confusion = figures.confusion(arms, classes)
@@ -180,11 +181,11 @@ def sections(data: ReportData) -> list[Section]:
         table("clients", summary.client_rows(arms), f"{CLIENTS.format(said.images)}{over(data, 'mean')}."),
     ]
     worst = table("worst", summary.worst_clients(arms, classes), "The clients that see least, worst first.")
-    clients = [beside(*spread), worst] if few else [*spread, fold("Worst clients", worst)]
+    clients = [*([beside(*spread)] if fits else spread), worst if few else fold("Worst clients", worst)]
     mixed = table("mixed", summary.mixed_up(arms, classes), "Pairs of classes that are mixed up most.")
     first, second = (matrices, mixed) if len(arms) == 1 else (mixed, matrices)
     by_class = [
-        *([beside(panels(per_class), first)] if few else [panels(per_class), first]),
+        *([beside(panels(per_class), first)] if fits else [panels(per_class), first]),
         second,
         table("domains", summary.domain_rows(arms), DOMAINS.format(capital(said.accuracy))),
     ]
@@ -202,18 +203,21 @@ def sections(data: ReportData) -> list[Section]:
     ]
 
 
+HALF = 45  # characters of the longest words of columns' heads that half a page has room for
 COMPARISON = "{}. “Best” is picked by looking at {}, so it is optimistic. MB are 1e6 bytes, up and down."
 CLIENTS = "Expected accuracy of each client on {} mixed like its own real rows, at the last evaluated round"
 DOMAINS = "{} in other ways, at the last evaluated round."
 TRAFFIC = "MB over the whole run by direction and group of tensors, without compression."
 SHOWN = (
-    "Of one run; the others differ in name, seed, perhaps where and how fast they ran, what is listed above and what "
+    "Of {}; the others differ in name, seed, perhaps where and how fast they ran, what is listed above and what "
     "belongs to it."
 )
 TIME = "Where the time of a run went{}. Images and descriptors that were there already only took finding."
 RULE = (
-    f"A difference is called far outside the spread when it exceeds {summary.FAR} combined standard deviations over "
-    f"seeds, that is {summary.FAR} √(s₁² + s₂²)."
+    "Settings are compared seed by seed. A gain or a loss is the mean, ± the sample standard deviation of the paired "
+    f"differences over the seeds in both, and is told from chance when a {paired.the_test('seeds')} tells it from 0. "
+    f"That takes at least {paired.LEAST} seeds; fewer than {paired.FEW} tell only large differences. Nothing is "
+    "adjusted for the number of settings."
 )
 
 
@@ -225,7 +229,7 @@ def undone(data: ReportData) -> "list[Markup | None]":
         return []
     if not incidents:
         asked = sum(len(line["cohort"]) for arm in asking for curve in arm.curves for line in curve)
-        return [prose([f"Nothing: {summary.counted(asked, 'request')} to clients, and as many good updates in full."])]
+        return [prose([f"Nothing: {numbers.counted(asked, 'request')} to clients, and as many good updates in full."])]
     caption = f"How requests ended{over(data, 'summed')}."
     return [
         table("ends", summary.attendance_rows(data.arms), caption) if several(data) and asking else None,
@@ -249,7 +253,7 @@ def made(data: ReportData) -> "list[Markup | None]":
     return [
         prose([RULE]) if len(data.arms) > 1 else None,
         table("differences", summary.differences(data.arms), "Settings that differ."),
-        fold("Resolved config", prose([SHOWN]) if several(data) else None, listing(data.config)),
+        fold("Resolved config", prose([SHOWN.format(data.shown.run)]) if several(data) else None, listing(data.config)),
         fold("Runs", runs) if several(data) else None,
         fold("Versions and hardware", terms(data.environment)),
     ]
@@ -257,10 +261,13 @@ def made(data: ReportData) -> "list[Markup | None]":
 
 def facts(data: ReportData) -> list[str]:
     """The setting at a glance."""
-    clients, classes = data.before.shape
-    rounds = max(len(curve) for arm in data.arms for curve in arm.curves)
-    counts = [summary.counted(clients, "client"), f"{classes} classes", summary.counted(rounds, "round")]
-    return [*counts, summary.seeds(data.arms)]
+    clients = [len(data.before), *(len(held.real) for arm in data.arms for held in arm.clients)]
+    return [
+        numbers.ranged(clients, "client"),
+        f"{len(data.classes)} classes",
+        numbers.ranged(numbers.lengths(data.arms), "round"),
+        summary.seeds(data.arms),
+    ]
 
 
 def cards(data: ReportData) -> list[Card]:
@@ -271,19 +278,19 @@ def cards(data: ReportData) -> list[Card]:
         return []
     out = []
     for i, arm in enumerate(data.arms):
-        mean, spread = summary.score(arm)
+        mean, spread = numbers.score(arm)
         out.append(
-            Card(arm.name, summary.percent(mean), f"± {100 * spread:.1f}" if spread is not None else "", colour(i))
+            Card(arm.name, numbers.percent(mean), f"± {100 * spread:.1f}" if spread is not None else "", colour(i))
         )
     return out
 
 
 def note(data: ReportData) -> str:
     """What the large numbers are."""
-    rounds, seeds = summary.lengths(data.arms), summary.seeds(data.arms)
-    which = f"{summary.window(rounds)}, as far as evaluated" if max(rounds) > 1 else "after the last round"
+    rounds, seeds = numbers.lengths(data.arms), summary.seeds(data.arms)
+    which = f"{numbers.window(rounds)}, as far as evaluated" if max(rounds) > 1 else "after the last round"
     spread = "; ± is the sample standard deviation over seeds" if seeds != "one seed" else ""
-    said = summary.judged(data.arms)
+    said = numbers.judged(data.arms)
     what = summary.named(f"{capital(said.accuracy)} on {said.where}", data.arms)
     return f"{what}, {which}, {seeds}{spread}."
 

@@ -1,104 +1,46 @@
-"""The numbers and sentences of a report: pure functions over the lines of metrics.jsonl."""
+"""The sentences and tables of a report, made of its numbers: pure functions."""
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..progress import clock
+from ..paired import LEAST as LEAST_SEEDS
+from ..paired import differs, the_test
 from ..traffic import MB
+from .numbers import (
+    LEVEL,
+    NOTHING,
+    PARTS,
+    REST,
+    Arm,
+    Curve,
+    ReportData,
+    across_seeds,
+    class_means,
+    counted,
+    evaluated,
+    headline,
+    joined,
+    judged,
+    lasted,
+    lengths,
+    level,
+    megabytes,
+    paired_gaps,
+    percent,
+    ranged,
+    score,
+    shares,
+    to_target,
+    told,
+    window,
+)
 
-LAST = 10  # rounds that the headline averages, as far as they were evaluated
-FAR = 3  # combined standard deviations from which a difference is called far outside the spread
 CARDS = 4  # arms whose numbers are said in large type and in sentences; more of them are left to the tables
 WORST = 5  # clients, and pairs of classes, that are named
 TIED = 3  # equally hard classes that are named; more are counted
-LEVEL = 1e-9  # accuracies in [0, 1] that are no further apart are the same, summed in another order
-PARTS = {  # of a run's time, by the keys of a line of timings.jsonl
-    "images from the prior": ("generation_seconds",),
-    "descriptors": ("description_seconds",),
-    "training": ("training_seconds", "pretraining_seconds"),
-    "evaluation": ("evaluation_seconds",),
-}
-NOTHING = "–"  # where there is no number
 LEAST = 0.005  # seconds of a part that is worth a line
-REST = "data, models, checkpoints"
-
-
-class Judged(NamedTuple):
-    """How accuracies are called, after what they were measured on."""
-
-    accuracy: str
-    images: str
-    whole: str  # all of these images
-    where: str  # with what they are images of
-
-
-JUDGED = {
-    "test": Judged("test accuracy", "test images", "the test set", "real images"),
-    "validation": Judged("validation accuracy", "held-out rows", "the held-out rows", "held-out rows of clients"),
-}
-"""By `judged_on` of result.json."""
-
-Curve = list[dict[str, Any]]
-"""The lines of one run's metrics.jsonl, one a round; accuracies are in [0, 1], None where nothing was evaluated. Where
-its timings are there too, each has the `seconds` that the run had taken by then."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Holdings:
-    """One run's clients with their rows and what they see of the last model, one entry a client."""
-
-    real: np.ndarray  # int64 [clients, classes]
-    synthetic: np.ndarray  # int64 [clients], rows
-    accuracy: np.ndarray  # float64 [clients] in [0, 1], on the client's own mix of classes; NaN without data
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One setting, over one or several seeds. What earlier versions did not record is missing."""
-
-    name: str
-    curves: list[Curve]  # one a seed
-    runs: list[str] = field(default_factory=list)  # names of the directories, one a seed, as all lists here
-    seeds: list[int] = field(default_factory=list)
-    clients: list[Holdings] = field(default_factory=list)
-    seconds: list[dict[str, float]] = field(default_factory=list)  # by what they went into
-    confusion: np.ndarray | None = None  # int64 [classes, classes], taken for (across), summed over seeds
-    own: bool = False  # whether accuracies are means over clients' own models
-    pooled: bool = False  # whether all data were trained on in one place, so that no client was asked
-    judged_on: str = "test"  # or "validation"; the same for all arms of a page
-    config: dict[str, Any] = field(default_factory=dict)  # of the first run, by key of the command line
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportData:
-    """All that a report shows. The first arm is the one that the others are compared with."""
-
-    title: str
-    arms: list[Arm]
-    classes: tuple[str, ...]
-    before: np.ndarray  # int64 [clients, classes], real rows
-    after: np.ndarray | None  # int64 [clients, classes] with synthetic rows; None where there are none
-    synthetic: dict[str, np.ndarray]  # class name -> uint8 [n, 3, H, W]
-    real: dict[str, np.ndarray]
-    config: str  # resolved TOML
-    environment: dict[str, str]
-    notes: list[str]
-    target: float | None  # accuracy in [0, 1]
-
-    @property
-    def judged_on(self) -> str:
-        """What accuracies were measured on: "test" or "validation"."""
-        return self.arms[0].judged_on
-
-
-def judged(arms: Sequence[Arm]) -> Judged:
-    """How the accuracies of a page's arms are called."""
-    return JUDGED[arms[0].judged_on]
 
 
 def means(arms: Sequence[Arm]) -> tuple[str, list[str]]:
@@ -118,74 +60,6 @@ def named(accuracy: str, arms: Sequence[Arm]) -> str:
     every, some = means(arms)
     told = "; ".join([*([every] if every else []), *some])
     return f"{accuracy} ({told})" if told else accuracy
-
-
-def evaluated(curve: Curve) -> Curve:
-    """The rounds that have an accuracy."""
-    return [line for line in curve if line["accuracy"] is not None]
-
-
-def headline(curve: Curve) -> dict[str, Any]:
-    """last, mean_last10 (of the evaluations within the last ten rounds), best (optimistic: chosen on the test set),
-    rounds."""
-    seen = [line["accuracy"] for line in evaluated(curve)]
-    if not seen:
-        return {"last": None, "mean_last10": None, "best": None, "rounds": len(curve)}
-    final = evaluated(curve)[-1]["round"]
-    tail = [line["accuracy"] for line in evaluated(curve) if line["round"] > final - LAST]
-    return {
-        "last": seen[-1],
-        "mean_last10": math.fsum(tail) / len(tail),
-        "best": max(seen),
-        "rounds": len(curve),
-    }
-
-
-def megabytes(line: dict[str, Any]) -> float:
-    """Sent up to this round, both directions, in 1e6 bytes."""
-    return float(line["uplink_bytes"] + line["downlink_bytes"]) / MB
-
-
-def to_target(curve: Curve, target: float) -> dict[str, Any] | None:
-    """The first evaluated round that reaches the target accuracy, and the MB sent by then; None if none does."""
-    for line in evaluated(curve):
-        if line["accuracy"] >= target:
-            return {"rounds": line["round"], "MB": megabytes(line)}
-    return None
-
-
-def across_seeds(values: Sequence[float | None]) -> tuple[float | None, float | None]:
-    """-> (mean, sample standard deviation); the deviation of one value is None, and so is all of nothing."""
-    known = [v for v in values if v is not None]
-    if not known:
-        return None, None
-    return statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None
-
-
-def score(arm: Arm) -> tuple[float | None, float | None]:
-    """The arm's headline: mean and sample standard deviation over seeds of the mean of the last ten rounds."""
-    return across_seeds([headline(curve)["mean_last10"] for curve in arm.curves])
-
-
-def percent(mean: float | None, spread: float | None = None) -> str:
-    """E.g. "95.1 % ± 0.2"; a dash where there is no number."""
-    if mean is None:
-        return NOTHING
-    return f"{100 * mean:.1f} %" + (f" ± {100 * spread:.1f}" if spread is not None else "")
-
-
-def window(rounds: Sequence[int]) -> str:
-    """What the headline of runs of so many rounds is: "mean of the last 10 rounds", "mean of the last 3 to 5 rounds" or
-    "last round"."""
-    few, many = min(LAST, *rounds), min(LAST, max(rounds))
-    if many == 1:
-        return "last round"
-    return f"mean of the last {many} rounds" if few == many else f"mean of the last {few} to {many} rounds"
-
-
-def lengths(arms: Sequence[Arm]) -> list[int]:
-    """Rounds of each run."""
-    return [len(curve) for arm in arms for curve in arm.curves]
 
 
 def seeds(arms: Sequence[Arm]) -> str:
@@ -226,12 +100,6 @@ def reached(arm: Arm, target: float) -> str:
     some = "" if len(hits) == len(arm.curves) else f" ({len(hits)} of {len(arm.curves)} seeds)"
     rounds, sent = statistics.fmean(h["rounds"] for h in hits), statistics.fmean(h["MB"] for h in hits)
     return f"{counted(rounds, 'round')}, {sent:.2f} MB{some}"
-
-
-def counted(n: float, noun: str) -> str:
-    """E.g. "1 round" or "3,260 rows"."""
-    text = f"{n:,.1f}".removesuffix(".0")
-    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
 
 
 def sentences(data: ReportData) -> list[str]:
@@ -275,11 +143,6 @@ def hardest(rates: np.ndarray, classes: Sequence[str]) -> str:
     return f"{len(tied)} of {known} classes tie at {least:.1f} % as the hardest"
 
 
-def level(rates: np.ndarray, rate: float) -> list[int]:
-    """The places of a rate among others, all in percent."""
-    return [int(k) for k in np.flatnonzero(np.abs(rates - rate) <= 100 * LEVEL)]
-
-
 def price(arms: Sequence[Arm]) -> list[str]:
     """What was sent and how long it took, in a sentence; none where arms are too many to be told in one."""
     if len(arms) > CARDS:
@@ -295,18 +158,6 @@ def price(arms: Sequence[Arm]) -> list[str]:
     return [f"{what} took {'; '.join(costs)}."]
 
 
-def joined(parts: Sequence[str]) -> str:
-    """E.g. "a", "a and b" or "a, b and c"."""
-    return " and ".join(part for part in (", ".join(parts[:-1]), parts[-1]) if part)
-
-
-def lasted(seconds: float) -> str:
-    """E.g. "0.42 s", "13.1 s" or "2 h 10 min"."""
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    return f"{seconds:.1f} s" if seconds < 60 else clock(seconds)
-
-
 def verdicts(arms: Sequence[Arm]) -> list[str]:
     """What the headline numbers say, in words: each further arm against the first. No gain is called no gain."""
     first, *others = arms
@@ -319,42 +170,72 @@ def verdicts(arms: Sequence[Arm]) -> list[str]:
 
 
 def against(first: Arm, base: float, base_spread: float | None, arm: Arm) -> str:
-    """How far an arm is ahead of or behind the first one, measured by the spread over seeds."""
+    """How far an arm is ahead of or behind the first one, seed by seed, and whether that is more than chance."""
     mean, spread = score(arm)
     if mean is None:
         return f"{arm.name} was never evaluated; {first.name} reached {percent(base, base_spread)}."
-    gain = mean - base
-    size = f"{100 * abs(gain):.1f} points" if abs(gain) >= 0.0005 else "less than 0.1 points"
     accuracy = named(judged([arm]).accuracy, [first, arm])
     both = f"{arm.name} reached {percent(mean, spread)} {accuracy}, {first.name} {percent(base, base_spread)}"
-    if spread is None or base_spread is None:
-        how = "they are equal" if abs(gain) <= LEVEL else f"{size} {'more' if gain > 0 else 'less'}"
-        return f"{both}: {how}, but one seed cannot tell an effect from chance."
-    if abs(gain) <= LEVEL:
+    gaps = paired_gaps(first, arm)
+    some = " in both" if len(gaps) < max(len(first.curves), len(arm.curves)) else ""
+    if len(gaps) < LEAST_SEEDS:
+        gain = 100 * (mean - base)
+        more = f"{points(gain)} {'more' if gain > 0 else 'less'}"
+        how = "they are equal" if abs(gain) <= 100 * LEVEL else more
+        few = ("no seed is in both to", f"one seed{some} cannot", f"two seeds{some} cannot")[len(gaps)]
+        return f"{both}: {how}, but {few} tell an effect from chance."
+    if np.abs(gaps).max() <= 100 * LEVEL:
         return f"{both}: they are equal, so no gain is shown."
-    noise = math.hypot(spread, base_spread)
-    if abs(gain) <= noise:
-        return f"{both}: a difference of {size}, within the spread over seeds, so no gain is shown."
-    effect = "gain" if gain > 0 else "loss"
-    far = "far outside" if abs(gain) > FAR * noise else "outside, but not far outside,"
-    return f"{both}: a {effect} of {size}, {far} the spread over seeds."
+    gain, noise = float(gaps.mean()), float(gaps.std(ddof=1))
+    over = f"the {len(gaps)} seeds in both" if some else f"{len(gaps)} seeds"
+    tested = f"({the_test(over)})"
+    if not differs(gaps):
+        return f"{both}: a difference of {points(gain, noise)}, not told from chance {tested}, so no gain is shown."
+    return f"{both}: a {'gain' if gain > 0 else 'loss'} of {points(gain, noise)}, told from chance {tested}."
+
+
+def points(gap: float, noise: float | None = None) -> str:
+    """The size of a difference in points, e.g. "8.0 points", with a spread "8.0 ± 0.3 points"."""
+    if max(abs(gap), noise or 0.0) < 0.05:
+        return "less than 0.1 points"
+    return f"{abs(gap):.1f}{f' ± {noise:.1f}' if noise is not None else ''} points"
 
 
 def holdings(data: ReportData) -> list[str]:
-    """What the clients hold before and after the prior's images, in words."""
+    """What the clients hold before and after the prior's images, in words, and in which run if not in all."""
     clients, classes = data.before.shape
     real = int(data.before.sum())
     out = [
+        *whose_split(data),
         f"{counted(clients, 'client')} {'holds' if clients == 1 else 'hold'} {counted(real, 'real row')}; "
-        f"a client has on average {classes_held(data.before)} of the {classes} classes."
+        f"a client has on average {classes_held(data.before)} of the {classes} classes.",
     ]
     if data.after is not None:
-        made = int(data.after.sum()) - real
-        out.append(
-            f"The prior's images add {counted(made, 'synthetic row')}, "
-            f"after which a client has on average {classes_held(data.after)} classes."
-        )
+        made = counted(int(data.after.sum()) - real, "synthetic row")
+        held = [[h.synthetic.tolist() for h in arm.clients] for arm in data.arms]
+        whose = "The" if all(own == held[0] for own in held) else f"With {data.shown.arm}, the"
+        then = f"after which a client has on average {classes_held(data.after)} classes"
+        out.append(f"{whose} prior's images add {made}, {then}.")
     return out
+
+
+def whose_split(data: ReportData) -> list[str]:
+    """Which run's split of the real rows is shown, as a sentence; none where all runs have the same."""
+    splits = [
+        {seed: held.real.tolist() for seed, held in zip(arm.seeds, arm.clients, strict=False)} for arm in data.arms
+    ]
+    every = [split for by_seed in splits for split in by_seed.values()]
+    if all(split == every[0] for split in every):
+        return []
+    of_seed = {seed: split for by_seed in splits for seed, split in by_seed.items()}
+    run = f"seed {data.shown.seed} (run {data.shown.run})"
+    if all(split == of_seed[seed] for by_seed in splits for seed, split in by_seed.items()):
+        alike = ", alike in every setting" if len(data.arms) > 1 else ""
+        return [f"Each seed splits the rows anew{alike}; shown is {run}."]
+    sizes = {"client": [len(split) for split in every], "real row": [int(np.sum(split)) for split in every]}
+    differ = ", ".join(ranged(counts, noun) for noun, counts in sizes.items() if len(set(counts)) > 1)
+    how = f" ({differ})" if differ else ""
+    return [f"The rows are not split alike in every setting{how}; shown is {data.shown.arm}, {run}."]
 
 
 def classes_held(rows: np.ndarray) -> str:
@@ -376,13 +257,6 @@ def client_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
         {"accuracy": head} | {name: percent(across_seeds([e[key] for e in seen])[0]) for name, seen in ends.items()}
         for key, head in heads.items()
     ]
-
-
-def class_means(arm: Arm) -> np.ndarray:
-    """Percent [classes] at the last evaluation, mean over seeds; NaN where the test set lacks a class."""
-    ends = [evaluated(curve)[-1]["per_class"] for curve in arm.curves]
-    rates = np.array([[np.nan if v is None else v for v in end] for end in ends], dtype=float)
-    return np.asarray(100 * rates.mean(0))
 
 
 def domain_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
@@ -465,25 +339,6 @@ def mixed_up(arms: Sequence[Arm], classes: Sequence[str]) -> list[dict[str, str]
     return rows
 
 
-def shares(counts: np.ndarray) -> np.ndarray:
-    """Percent of each row, float64 [classes, classes]; zeros for a class without images."""
-    return np.asarray(100 * counts / np.maximum(counts.sum(1, keepdims=True), 1))
-
-
-def spent(timings: Sequence[Mapping[str, Any]], total: float) -> dict[str, float]:
-    """A run's seconds by what they went into, from the lines of timings.jsonl and all that it took; {} without lines.
-    Of runs of earlier versions evaluation alone is known."""
-    if not timings:
-        return {}
-    told = any("training_seconds" in line for line in timings)
-    out = {
-        part: math.fsum(line.get(key, 0.0) for line in timings for key in keys)
-        for part, keys in PARTS.items()
-        if told or part == "evaluation"
-    }
-    return out | {REST if told else f"training, {REST}": max(0.0, total - math.fsum(out.values()))}
-
-
 def seconds_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:
     """What the seconds of a run went into, mean over seeds, with its share; parts that nobody spent are left out."""
     known = {arm.name: arm.seconds for arm in arms if arm.seconds and all(arm.seconds)}
@@ -513,15 +368,6 @@ def differences(arms: Sequence[Arm]) -> list[dict[str, str]]:
         for key, row in zip(keys, rows, strict=True)
         if len({value for value in row if value != NOTHING}) > 1
     ]
-
-
-def told(value: Any) -> str:
-    """A value of a config as on the command line."""
-    if value is None:
-        return NOTHING
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(map(told, value)) if isinstance(value, list) else str(value)
 
 
 def run_rows(arms: Sequence[Arm]) -> list[dict[str, str]]:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from .. import store, table_forms, tables
 from ..sweep import Sweep
 from ..sweep_run import Tally, done, load, tally
-from . import html, summary
+from . import html, numbers, summary
 from .html import Card, Section
 from .load import arm
-from .summary import Arm
+from .numbers import Arm
 
 if TYPE_CHECKING:
     from markupsafe import Markup
@@ -48,9 +48,9 @@ def render(folder: Path, metric: tables.Metric) -> str:
         manifest["versions"] | manifest["hardware"],
         facts=[
             f"{standing.done} of {standing.cells} cells",
-            summary.counted(len(table.rows), "row"),
-            summary.counted(len(table.columns), "column"),
-            summary.counted(len(sweep.seeds), "seed"),
+            numbers.counted(len(table.rows), "row"),
+            numbers.counted(len(table.columns), "column"),
+            numbers.counted(len(sweep.seeds), "seed"),
         ],
         cards=cards(table),
         note=f"The best of each column: {table.says}.",
@@ -81,7 +81,7 @@ def sentences(table: tables.Table, spent: Mapping[str, float]) -> list[str]:
             lower = tables.MEASURES[table.metric].better == "lower"
             top = (min if lower else max)(strong, key=value)
             others = len(strong) - 1
-            level = f", level with {summary.counted(others, 'other row')}" if others else ""
+            level = f", level with {numbers.counted(others, 'other row')}" if others else ""
             number = table_forms.shown(table.entries[top, column], table)
             best.append(f"{table_forms.column_name(column)}: {', '.join(top)} ({number}{level})")
     missing = sum(entry.missing for entry in table.entries.values())
@@ -127,8 +127,10 @@ def curves_of(folder: Path, sweep: Sweep) -> dict[str, dict[tables.Labels, Arm]]
 def figures_of(arms: Mapping[tables.Labels, Arm]) -> "list[Markup | None]":
     from . import figures
 
-    trained = {row: one for row, one in arms.items() if all(summary.evaluated(curve) for curve in one.curves)}
-    return [html.panels(figures.training(part)) for part in parts_of(trained)]
+    trained = {row: one for row, one in arms.items() if all(numbers.evaluated(curve) for curve in one.curves)}
+    kinds = dict.fromkeys(one.judged_on for one in trained.values())  # each figure is of one kind of rows
+    alike = [{row: one for row, one in trained.items() if one.judged_on == kind} for kind in kinds]
+    return [html.panels(figures.training(part)) for own in alike for part in parts_of(own)]
 
 
 def parts_of(arms: Mapping[tables.Labels, Arm]) -> list[list[Arm]]:
