@@ -194,6 +194,20 @@ def test_what_was_settled_stays_when_other_words_change(spoken):
     assert from_toml_text(chosen).balance.templates == "clip"
 
 
+def test_a_name_that_is_there_already_keeps_its_values(spoken):
+    """So that balance=none,max of a sweep, or method=fedprox of a recipe with it, compares what the settings say."""
+    words = ["method=fedprox", "method.mu=0.7", "balance=max", "balance.cap=3", "partition.alpha=5", "local.lr=0.3"]
+    base = override(Experiment(), [*words, "data.half=all", "prior.steps=7", "aggregate=median"])
+    again = ["method=fedprox", "balance=max", "partition=dirichlet", "local=sgd", "data=digits", "prior=digits"]
+    assert override(base, [*again, "aggregate=median"]) == base
+    assert override(base, ["method=fedprox", "method.mu=0.2"]).method.mu == 0.2
+    assert override(override(base, ["method=moon"]), ["method=fedprox"]).method.mu == FedProx().mu
+    assert override(base, ["balance=none", "balance=max"]).balance.cap == 3
+    chosen = override(Experiment(), ["balance=max", f"prior={spoken}", "balance.templates=clip"])
+    assert override(chosen, ["balance=max", f"prior={spoken}"]) == chosen
+    assert override(chosen, ["balance=missing_only"]).balance.templates == "single"
+
+
 def from_toml_text(experiment):
     import tempfile
     from pathlib import Path

@@ -20,9 +20,10 @@ from fedprior.cli import main
 from fedprior.errors import UsageError, UserError
 from fedprior.progress import Silent
 from fedprior.report import sweep_page
-from fedprior.report.summary import Arm
+from fedprior.report.numbers import Arm
 from fedprior.sweep import NOTHING, Axis, Sweep, grid, idle, slug
 from fedprior.sweep_run import carry_out, describe, load, reserve
+from fedprior.table_forms import column_name
 
 SMALL = ("clients=4", "cohort=2", "rounds=2", "steps=2", "batch_size=8")
 
@@ -72,6 +73,25 @@ def test_only_the_partition_varies_so_it_is_the_rows():
     assert ([axis.name for axis in made.rows], made.columns) == (["partition.alpha"], ())
 
 
+def test_columns_that_say_the_same_are_one():
+    made = grid(["method=fedavg,moon", "partition=iid,dirichlet", "partition.alpha=0.1,0.5"])
+    columns = list(dict.fromkeys(cell.column for cell in made.cells()))
+    assert columns == [
+        ("partition=iid", NOTHING),
+        ("partition=dirichlet", "alpha=0.1"),
+        ("partition=dirichlet", "alpha=0.5"),
+    ]
+    assert [column_name(column) for column in columns][:2] == ["partition=iid", "partition=dirichlet, alpha=0.1"]
+    assert len(made.cells()) == 6
+
+
+def test_the_seed_is_the_settings_file_s_where_no_word_gives_one(tmp_path):
+    (tmp_path / "own.toml").write_text("seed = 7\n")
+    assert grid([str(tmp_path / "own.toml"), "method=fedavg,moon"]).seeds == (7,)
+    assert grid([str(tmp_path / "own.toml"), "method=fedavg,moon", "seed=1,2"]).seeds == (1, 2)
+    assert grid(["digits", "method=fedavg,moon"]).seeds == (0,)
+
+
 def test_columns_can_be_said():
     made = grid(["method=fedavg,moon", "steps=1,2", "partition.alpha=0.1,1"], columns=["steps"])
     assert [axis.name for axis in made.columns] == ["steps"]
@@ -87,6 +107,7 @@ def test_columns_can_be_said():
         (["method=moon,moon"], "comes twice"),
         (["method=fedavg,moon", "seed=a"], "whole numbers"),
         (["method=fedavg,moon", "seed=0,0"], "comes twice"),
+        (["method=fedavg,moon", "seed=0,1", "seed=2"], "has several values already"),
         (["net=cnn,cnn+"], None),
     ],
 )
@@ -395,8 +416,10 @@ def test_a_settings_file_is_kept_and_one_that_changed_is_refused(tmp_path, monke
         ("evaluate_every=2", "evaluate_every: 1 there, 2 here"),
         ("threads=2", "threads: 1 there, 2 here"),
         ("workers=1", None),
+        ("device=cpu", "device: auto there, cpu here"),
+        ("engine=vectorised", "engine: auto there, vectorised here"),
+        ("engine=pool", None),
         ("memory_MB=5", None),
-        ("device=cpu", None),
     ],
 )
 def test_cells_that_were_made_with_other_settings_are_refused(tmp_path, changed, named):
@@ -412,14 +435,16 @@ def test_cells_that_were_made_with_other_settings_are_refused(tmp_path, changed,
         reserve(load(folder), folder)
 
 
-def test_places_may_change_and_other_differences_are_named(tmp_path):
+def test_what_changes_no_number_may_change_and_other_differences_are_named(tmp_path):
     _, folder = swept(tmp_path)
-    reserve(grid([*SMALL, "method=fedavg,local", "name=it", "device=cpu", "memory_MB=9"]), folder)
-    assert load(folder).base[-2:] == ("device=cpu", "memory_MB=9")
+    reserve(grid([*SMALL, "method=fedavg,local", "name=it", "workers=1", "memory-MB=9"]), folder)
+    assert load(folder).base[-2:] == ("workers=1", "memory-MB=9")
     assert carry_out(folder, 1, Silent()).done == 2
     for words, why in (
         (["method=fedavg,moon"], "method: fedavg, local there, method: fedavg, moon here"),
         (["method=fedavg,local", "steps=3"], "nothing else there, steps=3 here"),
+        (["method=fedavg,local", "device=cpu"], "nothing else there, device=cpu here"),
+        (["method=fedavg,local", "engine=vectorised"], "nothing else there, engine=vectorised here"),
         (["method=fedavg,local", "partition.alpha=1,2"], "nothing else there, partition.alpha: alpha=1, alpha=2 here"),
     ):
         with pytest.raises(UserError, match=f"holds another sweep \\({re.escape(why)}\\)"):
@@ -435,16 +460,21 @@ def test_one_experiment_under_two_labels_is_refused(tmp_path):
     for words in (["rounds=2,02"], ["balance=none,max", "balance.cap=3,4", "--"]):
         columns = ["balance.cap"] if words[-1] == "--" else []
         made = grid([*SMALL[:2], *[word for word in words if word != "--"], "name=it"], columns)
-        with pytest.raises(UsageError, match="are the same experiment"):
+        with pytest.raises(UsageError, match="are one experiment") as error:
             reserve(made, tmp_path / "it")
-    assert not (tmp_path / "it").exists()
+        assert ("not --columns" in str(error.value)) == bool(columns)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("file", ["metrics.jsonl", "result.json", "manifest.json", "clients.parquet", "config.toml"])
+@pytest.mark.parametrize(
+    "file", ["metrics.jsonl", "other lines", "result.json", "manifest.json", "clients.parquet", "config.toml"]
+)
 def test_a_damaged_cell_is_named_with_the_remedy_and_the_others_stand(tmp_path, file, capsys, monkeypatch):
     _, folder = swept(tmp_path)
-    torn = folder / "cells" / "local-seed0" / file
+    torn = folder / "cells" / "local-seed0" / file.replace("other lines", "metrics.jsonl")
     torn.write_bytes(b"\x00{" if file == "config.toml" else torn.read_bytes()[:20] if file != "result.json" else b"")
+    if file == "other lines":
+        torn.write_text('{"round": 1}\n')
     code, out, err = call(capsys, monkeypatch, "sweep", folder)
     if file == "manifest.json":  # nobody knows that it was done, and so it goes on from its last checkpoint
         assert code == 0
@@ -456,6 +486,85 @@ def test_a_damaged_cell_is_named_with_the_remedy_and_the_others_stand(tmp_path, 
     assert f"remove {folder / 'cells' / 'local-seed0'} and run the same command" in err
     shutil.rmtree(folder / "cells" / "local-seed0")
     assert call(capsys, monkeypatch, "sweep", folder)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"base": [1]}, "should be text"),
+        ({"base": "digits"}, "base is no list"),
+        ({"seeds": [-1]}, "no whole numbers"),
+        ({"seeds": "01"}, "no whole numbers"),
+        ({"seeds": [True]}, "no whole numbers"),
+        ({"schema_version": 99}, "schema_version is 99"),
+        ({"rows": [{"name": 3, "values": {"a": ["steps=1"], "b": ["steps=2"]}}]}, "should be text"),
+        ({"base": ["base.toml"]}, "base.toml, which is gone"),
+    ],
+)
+def test_a_sweep_s_file_that_makes_no_sense_is_one_line(tmp_path, said, why):
+    reserve(grid([*SMALL, "method=fedavg,local", "name=it"]), tmp_path / "it")
+    store.write_json(tmp_path / "it/sweep.json", store.read_json(tmp_path / "it/sweep.json") | said)
+    with pytest.raises(UserError, match=f"cannot be read.*{why}"):
+        load(tmp_path / "it")
+
+
+def test_a_sweep_that_was_killed_before_its_file_was_there_begins(tmp_path):
+    (tmp_path / "own.toml").write_text("clients = 4\ncohort = 2\n")
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it/base.toml").write_text("")
+    reserve(grid([str(tmp_path / "own.toml"), "method=fedavg,local", "name=it"]), tmp_path / "it")
+    assert (tmp_path / "it/base.toml").read_text() == (tmp_path / "own.toml").read_text()
+
+
+def test_seeds_that_come_at_once_are_all_kept(tmp_path, monkeypatch):
+    """Another command writes between this one's first look and its own writing."""
+    words = [*SMALL, "method=fedavg,local", "name=it"]
+    reserve(grid(words), tmp_path / "it")
+    plain = running.vet
+
+    def meanwhile(*given):
+        plain(*given)
+        monkeypatch.setattr(running, "vet", plain)
+        reserve(grid([*words, "seed=2"]), tmp_path / "it")
+
+    monkeypatch.setattr(running, "vet", meanwhile)
+    reserve(grid([*words, "seed=3"]), tmp_path / "it")
+    assert load(tmp_path / "it").seeds == (0, 2, 3)
+
+
+def test_a_sweep_that_lost_cells_meanwhile_ends(tmp_path, monkeypatch):
+    made = grid([*SMALL, "method=fedavg,local", "seed=0,1", "name=it"])
+    folder = tmp_path / "it"
+    reserve(made, folder)
+    plain = running.work
+
+    def fewer(*given):
+        store.write_json(folder / "sweep.json", describe(replace(made, seeds=(0,))))
+        yield from plain(*given)
+
+    monkeypatch.setattr(running, "work", fewer)
+    assert carry_out(folder, 1, Silent())[:2] == (2, {})
+
+
+def test_what_cannot_be_written_is_one_line_and_the_table_is_told(tmp_path, capsys, monkeypatch):
+    _, folder = swept(tmp_path)
+    plain = store.write_text
+
+    def full(path, text, mode=0o644):
+        if path.name == "report.html":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        plain(path, text, mode)
+
+    monkeypatch.setattr(store, "write_text", full)
+    code, out, err = call(capsys, monkeypatch, "sweep", folder)
+    assert code == 1
+    assert "| fedavg |" in out
+    assert "table and report are not written ([Errno 28] No space left" in err
+    (folder / "failed" / "x.txt").mkdir(parents=True)  # cannot be unlinked
+    code, _, err = call(capsys, monkeypatch, "sweep", folder)
+    assert code == 1
+    assert "the same command goes on" in err
+    assert "Traceback" not in err
 
 
 def test_an_empty_note_of_a_failure_is_a_failure(tmp_path):

@@ -132,12 +132,13 @@ def test_gains_are_differences_seed_by_seed(tmp_path, monkeypatch):
     text = markdown(table)
     assert f"**+{np.mean(gaps):.1f} ± {np.std(gaps, ddof=1):.1f}** [+41.41*]" in text
     assert "Gain over b in test accuracy" in text
-    with pytest.raises(UsageError, match="must be the label of rows on one axis; there are 'a', 'b'"):
+    with pytest.raises(UsageError, match="must be a label of rows; there are 'a', 'b'"):
         gain_of(tmp_path, "c")
 
 
 def test_costs_are_metrics_without_a_best(tmp_path):
     folder = swept(tmp_path, FULL)
+    assert not any(e.strong for e in tables.of(folder, "hours", against="a").entries.values())
     for metric, number in (("hours", 0.01), ("synthetic_rows", 5.0)):
         table = tables.of(folder, metric)
         entry = table.entries[("a",), ("r",)]
@@ -175,8 +176,10 @@ def test_rounds_and_MB_to_a_target(tmp_path):
     assert "1 ± 0.0 (2 of 3 seeds)" in markdown(rounds)
     assert "not reached" in markdown(rounds)
     assert tables.of(folder, "MB_to_target").entries[("a",), ("r",)].mean == pytest.approx(6.0)
-    with pytest.raises(UserError, match="needs target="):
-        tables.of(swept(tmp_path / "none", FULL), "rounds_to_target")
+    without = swept(tmp_path / "none", found)
+    with pytest.raises(UserError, match="needs a target accuracy, such as --target"):
+        tables.of(without, "rounds_to_target")
+    assert tables.of(without, "rounds_to_target", target=0.5).entries == rounds.entries
 
 
 def test_markdown_latex_and_csv_say_the_same(tmp_path):
@@ -224,11 +227,18 @@ def test_entries_over_fewer_seeds_say_so_and_the_test_is_named_by_what_it_had(tm
     few = {key: value for key, value in FULL.items() if key != ("b", "r", 2)}
     text = markdown(tables.of(swept(tmp_path / "one", few)))
     assert re.search(r"^\| b \| 20\.5 ± 0\.5 \| 20\.[23] ± 0\.4 \(2 of 3 seeds\) \|$", text, flags=re.M)
-    assert "Where fewer than three seeds can be compared, the best alone is." in text
+    assert "Where fewer than three seeds can be compared, the best alone is, and without any nothing." in text
     two = {key: value for key, value in FULL.items() if key[0] == "a" or key[2] < 2}
     text = markdown(tables.of(swept(tmp_path / "two", two)))
     assert "- Two seeds, as many as all rows of a column have, cannot tell an effect from chance; bold is" in text
     assert "t-test" not in text
+    apart = {k: v for k, v in FULL.items() if (k[0] == "a") == (k[2] == 0)}
+    text = markdown(tables.of(swept(tmp_path / "apart", apart)))
+    assert "No seed is done in all rows of a column, so nothing is bold." in text
+    assert "**" not in text
+    assert "6 of 12 cells are not done" in text
+    text = markdown(tables.of(tmp_path / "one", against="a"))
+    assert "1 of 12 cells are not done; entries over fewer seeds say so." in text
 
 
 def change(folder, name, lines=lambda line: line, **result):
@@ -294,10 +304,55 @@ def test_latex_rows_begin_with_nothing_that_ends_a_line(tmp_path):
 
 def test_gains_over_a_row_beside_which_other_axes_mean_nothing():
     rows = [("none", NOTHING), ("max", "3"), ("max", "4")]
-    assert tables.baselines(rows, "none") == {("max", "3"): ("none", NOTHING), ("max", "4"): ("none", NOTHING)}
-    assert tables.baselines(rows, "3") == {("max", "4"): ("max", "3")}
+    heads = ["balance", "cap"]
+    over = {("max", "3"): ("none", NOTHING), ("max", "4"): ("none", NOTHING)}
+    assert tables.baselines(rows, "none", heads) == (0, "none", over)
+    assert tables.baselines(rows, "balance=none", heads).rows == over
+    assert tables.baselines(rows, "3", heads).rows == {("max", "4"): ("max", "3")}
     with pytest.raises(UsageError, match="all that varies goes along the columns"):
-        tables.baselines([()], "none")
+        tables.baselines([()], "none", [])
+    both = [("none", "none"), ("none", "x"), ("max", "none"), ("max", "x")]
+    with pytest.raises(UsageError, match="several axes have that label; say --against balance=none"):
+        tables.baselines(both, "none", ["balance", "guide"])
+    assert tables.baselines(both, "guide=none", ["balance", "guide"]).rows == {
+        ("none", "x"): ("none", "none"),
+        ("max", "x"): ("max", "none"),
+    }
+    with pytest.raises(UsageError, match="no row has a counterpart"):
+        tables.baselines([("fedavg", NOTHING), ("fedprox", "1")], "fedprox", ["method", "method.mu"])
+
+
+def test_rows_without_a_counterpart_are_named(tmp_path, monkeypatch):
+    folder = swept(tmp_path, FULL)
+    monkeypatch.setattr(tables, "baselines", lambda *given: tables.Over(0, "a", {("b",): ("a",)}))
+    assert not any("Without a row" in note for note in tables.of(folder, against="a").notes)
+    monkeypatch.setattr(tables, "baselines", lambda *given: tables.Over(0, "x", {("b",): ("a",)}))
+    assert "Without a row to compare with: a." in tables.of(folder, against="x").notes
+
+
+def test_a_model_that_never_trained_is_no_match(tmp_path):
+    folder = swept(tmp_path, FULL)
+    change(folder, "a-r-seed1", lambda line: line | {"refused": [{}], "skipped": True})
+    table = tables.of(folder)
+    assert [table.entries[(row,), ("r",)].strong for row in "ab"] == [False, True]
+    assert [table.entries[(row,), ("p|q",)].strong for row in "ab"] == [True, False]
+
+
+def test_the_headline_says_where_not_every_round_was_evaluated(tmp_path):
+    folder = swept(tmp_path, FULL)
+    assert "mean of the last 2 rounds;" in tables.of(folder).notes[0]
+    change(folder, "a-r-seed1", lambda line: line | ({"accuracy": None} if line["round"] == 1 else {}))
+    assert "mean of the last 2 rounds, as far as they were evaluated;" in tables.of(folder).notes[0]
+
+
+def test_an_engine_that_rounds_in_its_own_way_is_told(tmp_path):
+    folder = swept(tmp_path, FULL)
+    change(folder, "a-r-seed1", engine="vectorised")
+    change(folder, "b-r-seed1", engine="pool")
+    note = tables.of(folder).notes[-1]
+    assert "11 cells by fedprior" in note
+    assert "engine=vectorised" in note
+    assert "pool" not in note
 
 
 def test_a_damaged_cell_is_one_line(tmp_path):

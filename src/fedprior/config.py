@@ -259,8 +259,9 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     """A copy changed by words such as "method=fedprox" and "method.mu=0.1".
 
     Names ("method=") count before their values ("method.mu=") whatever the order; otherwise the later
-    word wins. A new method brings its own server optimiser, unless a word names one. Raises UsageError for
-    an unknown key (with the nearest ones) or a bad value.
+    word wins. A name that the experiment has already leaves its values as they are; another brings its
+    own. A new method brings its own server optimiser, unless a word names one. Raises UsageError for an
+    unknown key (with the nearest ones) or a bad value.
     """
     pairs = []
     for word in (w for given in words for w in SHORT.get(given, (given,))):
@@ -284,7 +285,7 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
         if not hasattr(experiment, head) or (tail and not _has(head, current, tail)):
             raise _unknown_key(replace(experiment, **_consistent(changes)), key, current)
         if head in CHOICES and (not tail or tail == "name"):
-            changes[head] = None if head in OPTIONAL and text == "none" else CHOICES[head].make(text)
+            changes[head] = None if head in OPTIONAL and text == "none" else _chosen(experiment, head, text)
             if head == "method" and not given & {"server", "server.name"}:
                 changes["server"] = None
             if head == "server":  # by its name alone it is the method's own, where that is of this kind
@@ -303,18 +304,33 @@ def override(experiment: Experiment, words: Sequence[str]) -> Experiment:
     return replace(experiment, **_consistent(changes | _of_the_prior(experiment, changes, given)))
 
 
+def _chosen(experiment: Experiment, head: str, name: str) -> Any:
+    """What a name stands for: what the experiment has, where that has the name already, else a new one."""
+    there = getattr(experiment, head)
+    if there is None or head == "server" or CHOICES[head].name_of(there) != name:
+        return CHOICES[head].make(name)
+    return replace(there, server=own_server(there)) if head == "method" else there
+
+
 def _of_the_prior(experiment: Experiment, changes: dict[str, Any], given: set[str]) -> dict[str, Any]:
-    """What a prior says, beside its weights, of prompts and features: where a word names the prior, or what they serve,
-    and no word says otherwise."""
+    """What a prior says, beside its weights, of prompts and features: where a word names a prior that was not there, or
+    what they serve, and no word says otherwise."""
     prior = changes.get("prior", experiment.prior)
     own = sidecar(prior.name) if prior is not None else {}
     out = {}
     for head, keys in (("balance", own.get("balance", {})), ("guide", own.get("guide", {}))):
         current = changes.get(head, getattr(experiment, head))
         fresh = {key: value for key, value in keys.items() if f"{head}.{key}" not in given}
-        if current is not None and fresh and {"prior", "prior.name", head, f"{head}.name"} & given:
+        new = [k for k in ("prior", head) if {k, f"{k}.name"} & given and not _alike(k, experiment, changes)]
+        if current is not None and fresh and new:
             out[head] = replace(current, **fresh)
     return out
+
+
+def _alike(head: str, experiment: Experiment, changes: Mapping[str, Any]) -> bool:
+    """Whether a choice has the name that it had."""
+    before, after = getattr(experiment, head), changes[head]
+    return before is not None and after is not None and CHOICES[head].name_of(before) == CHOICES[head].name_of(after)
 
 
 def _consistent(changes: dict[str, Any]) -> dict[str, Any]:

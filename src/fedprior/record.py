@@ -20,6 +20,7 @@ SCHEMA_VERSION = 1
 
 
 LINES = ("metrics", "timings")
+ALWAYS = {"round", "accuracy", "uplink_bytes", "downlink_bytes"}  # keys of a line of metrics.jsonl
 
 
 class Record:
@@ -171,7 +172,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if not lines or not all(isinstance(line, dict) for line in lines):
+        if not lines or not all(isinstance(line, dict) and line.keys() >= ALWAYS for line in lines):
             raise ValueError("no lines of rounds")
         return lines
     except FileNotFoundError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import store
-from .config import Experiment, check_name, takes
+from .config import Experiment, check_name, from_toml, takes
 from .errors import UsageError, UserError
 
 LISTS = (
@@ -18,9 +18,6 @@ LISTS = (
     *("balance.target", "balance.names", "balance.domain_words"),
 )
 """Keys whose values have commas; their values are told apart by semicolons."""
-
-PLACES = ("data.path", "device", "engine", "workers", "memory_MB", "prior.offline")
-"""Keys that say where things are, and change no result."""
 
 NOTHING = "–"  # the label of a row on an axis that means nothing there
 LONGEST = 180  # bytes of a cell's name, to which the names of other files add
@@ -58,7 +55,8 @@ class Sweep:
     for each combination of `rows` and a column for each of `columns`; a number in it is a mean over `seeds`.
 
     A word such as balance.cap=3 is left out of cells where it has no meaning (balance=none), as long as it has one in
-    others. Rows that then say the same are one, whose label on such an axis is `NOTHING`.
+    others. Rows that then say the same are one, whose label on such an axis is `NOTHING`; and so are columns, where
+    the word has no meaning in any row of them.
     """
 
     name: str
@@ -95,11 +93,18 @@ class Sweep:
         labels = list(itertools.product(*(axis.values for axis in axes)))
         said = [[axis.values[label] for axis, label in zip(axes, own, strict=True)] for own in labels]
         words = [(*self.base, *(word for part in parts for word in part)) for parts in said]
+        unused = idle(words)
+        off = [[bool(part) and none >= set(part) for part in parts] for parts, none in zip(said, unused, strict=True)]
+        n = len(self.rows)
+        never: dict[tuple[str, ...], list[bool]] = {}  # by column, whether its axes mean nothing in any row
+        for own, mine in zip(labels, off, strict=True):
+            before = never.get(own[n:], [True] * len(self.columns))
+            never[own[n:]] = [a and b for a, b in zip(before, mine[n:], strict=True)]
         out: dict[tuple[tuple[str, ...], tuple[str, ...]], Combination] = {}
-        for own, parts, given, off in zip(labels, said, words, idle(words), strict=True):
-            shown = [NOTHING if part and off.issuperset(part) else x for x, part in zip(own, parts, strict=True)]
-            row, column = tuple(shown[: len(self.rows)]), own[len(self.rows) :]
-            kept = tuple(word for word in given if word not in off)
+        for own, mine, given, none in zip(labels, off, words, unused, strict=True):
+            shown = [NOTHING if empty else x for x, empty in zip(own, mine[:n] + never[own[n:]], strict=True)]
+            row, column = tuple(shown[:n]), tuple(shown[n:])
+            kept = tuple(word for word in given if word not in none)
             out.setdefault((row, column), Combination(row, column, kept))
         return list(out.values())
 
@@ -115,19 +120,20 @@ def idle(cells: Sequence[Sequence[str]]) -> list[set[str]]:
     where balance=none, say. A word without a meaning anywhere is not among them, so that a slip shows."""
     from .recipes import spoken
 
-    dotted = [{word for word in words if "=" in word and "." in _key(word)} for words in cells]
+    dotted = [{word for word in words if "=" in word and "." in key_of(word)} for words in cells]
     meant: list[set[str]] = []
     for words, inner in zip(cells, dotted, strict=True):
         try:
             plain = spoken([word for word in words if word not in inner])
-            meant.append({word for word in inner if takes(plain, _key(word))})
+            meant.append({word for word in inner if takes(plain, key_of(word))})
         except UserError:  # it makes sense with all its words, or never
             meant.append(inner)
-    used = {_key(word) for words in meant for word in words}
-    return [{w for w in inner - own if _key(w) in used} for inner, own in zip(dotted, meant, strict=True)]
+    used = {key_of(word) for words in meant for word in words}
+    return [{w for w in inner - own if key_of(w) in used} for inner, own in zip(dotted, meant, strict=True)]
 
 
-def _key(word: str) -> str:
+def key_of(word: str) -> str:
+    """The key of a word such as "memory-MB=9", as experiments write it."""
     return word.partition("=")[0].strip().replace("-", "_")
 
 
@@ -153,13 +159,13 @@ def slug(text: str) -> str:
 def grid(words: Sequence[str], columns: Sequence[str] = (), name: str = "") -> Sweep:
     """A sweep from words some of which have several values: `method=fedavg,scaffold seed=0,1,2`. Values of a key that
     has commas itself are told apart by semicolons. `columns` are the keys that vary along a table's columns; by default
-    those of the partition, where others vary too."""
+    those of the partition, where others vary too. The seed is 0, or a settings file's own, where no word gives any."""
     base: list[str] = []
     axes: list[Axis] = []
-    seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] = ()
     for word in words:
-        key, equals, text = word.partition("=")
-        if _key(word) in {_key(axis.name) for axis in axes}:
+        key, equals, text = (part.strip() for part in word.partition("="))
+        if key_of(word) in {key_of(axis.name) for axis in axes} or (key == "seed" and seeds):
             raise UsageError(f"{key}= has several values already; give all of them in one word")
         values = several(key, text) if equals else [text]
         if key == "name":
@@ -179,8 +185,17 @@ def grid(words: Sequence[str], columns: Sequence[str] = (), name: str = "") -> S
     rows = tuple(axis for axis in axes if axis.name not in along)
     across = tuple(headed(axis) for axis in axes if axis.name in along)
     first = base[0] if base and "=" not in base[0] else "digits"
+    seeds = seeds or (own_seed(first),)
     name = name or "-".join([slug(Path(first).stem if first.endswith(".toml") else first), *map(slug, known)])
     return Sweep(name=name, base=tuple(base), rows=rows, columns=across, seeds=seeds)
+
+
+def own_seed(source: str) -> int:
+    """The seed that a settings file or a run directory says; 0 for a recipe."""
+    from .recipes import settings_file
+
+    path = settings_file(source)
+    return from_toml(path).seed if path else 0
 
 
 def headed(axis: Axis) -> Axis:
@@ -191,7 +206,7 @@ def headed(axis: Axis) -> Axis:
 
 def several(key: str, text: str) -> list[str]:
     """The values in a word."""
-    mark = ";" if ";" in text or _key(key) in LISTS else ","
+    mark = ";" if ";" in text or key_of(key) in LISTS else ","
     values = [value.strip() for value in text.split(mark)]
     if len(values) > 1 and ("" in values or len(set(values)) < len(values)):
         raise UsageError(f"{key}={text} has an empty value or one that comes twice")

@@ -2,7 +2,6 @@
 stopped goes on where it stopped."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -20,12 +19,17 @@ from .config import Experiment, from_toml
 from .errors import UsageError, UserError
 from .progress import Progress, Silent, clean
 from .record import status
-from .sweep import PLACES, Axis, Cell, Sweep
+from .sweep import Axis, Cell, Sweep, key_of
 
 SCHEMA_VERSION = 1
 BASE = "base.toml"  # a copy of the settings file that a sweep begins with, so that it needs no other
-HARMLESS = {*PLACES, *resume.FREE} - {"rounds", "target", "evaluate_every"}
-"""Keys that change no number of a cell that is done."""
+HARMLESS = {*resume.FREE} - {"rounds", "target", "evaluate_every", "block", "compile"}
+"""Keys that change no number of a cell, but for engine=vectorised."""
+CHILD = (
+    "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"  # at once: importing torch takes a while
+    "import sys; from fedprior.sweep_run import main; main(sys.argv[1])"
+)
+"""What a worker process runs. Ctrl-C comes to it too, but who started it decides when to end."""
 PATIENCE = 1.0  # seconds between two looks at cells that another process is at
 
 
@@ -53,16 +57,28 @@ def load(folder: Path) -> Sweep:
     try:
         said = store.read_json(path)
         axes = lambda part: tuple(
-            Axis(name=axis["name"], values={k: tuple(v) for k, v in axis["values"].items()}) for axis in part
+            Axis(name=_text(axis["name"]), values={k: tuple(map(_text, v)) for k, v in axis["values"].items()})
+            for axis in part
         )
+        if said["schema_version"] != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {said['schema_version']}, and this version knows {SCHEMA_VERSION}")
+        if any(type(seed) is not int or seed < 0 for seed in said["seeds"]):
+            raise ValueError("its seeds are no whole numbers")
+        if not isinstance(said["base"], list):
+            raise ValueError("its base is no list")
+        base = list(map(_text, said["base"]))
+        if base[:1] == [BASE]:
+            base[0] = str(folder / BASE)
+            if not Path(base[0]).exists():
+                raise ValueError(f"it goes with {BASE}, which is gone")
         return Sweep(
             name=said["name"],
-            base=tuple(str(folder / BASE) if i == 0 and word == BASE else word for i, word in enumerate(said["base"])),
+            base=tuple(base),
             rows=axes(said["rows"]),
             columns=axes(said["columns"]),
             seeds=tuple(said["seeds"]),
-            table=said["table"],
-            scale=said["scale"],
+            table=_text(said["table"]),
+            scale=_text(said["scale"]),
         )
     except FileNotFoundError:
         raise UserError(f"{folder} is no sweep (it has no sweep.json); name one such as sweeps/NAME") from None
@@ -70,15 +86,38 @@ def load(folder: Path) -> Sweep:
         raise UserError(f"{path} cannot be read ({clean(error)}); begin the sweep anew under another name=") from None
 
 
+def _text(value: object) -> str:
+    """Raises ValueError for what is no text."""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} should be text")
+    return value
+
+
 def reserve(sweep: Sweep, folder: Path) -> None:
-    """Makes the directory, or checks that it holds this sweep. More seeds may come to one that is there, and what says
-    where things are may change.
+    """Makes the directory, or checks that it holds this sweep. More seeds may come to one that is there, and keys that
+    change no number may change.
 
     Raises UserError for another sweep, and UsageError for a cell that is no experiment: before any is run.
     """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; choose another name= or --sweeps")
-    copied = settings(sweep)
+    vet(merged(sweep, folder), folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.parent / f".{folder.name}.lock"):  # two that bring seeds at once both keep theirs
+            sweep = merged(sweep, folder)
+            file = settings(sweep)
+            if file is not None and file != folder / BASE and not (folder / "sweep.json").exists():
+                store.write_text(folder / BASE, file.read_text(encoding="utf-8"))
+                file = folder / BASE
+            base = (BASE, *sweep.base[1:]) if file == folder / BASE else sweep.base
+            store.write_json(folder / "sweep.json", describe(replace(sweep, base=base)))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder} ({error}); choose another --sweeps") from None
+
+
+def merged(sweep: Sweep, folder: Path) -> Sweep:
+    """The sweep with the seeds of the one that the directory holds, if any. Raises UserError for another sweep."""
     if (folder / "sweep.json").exists():
         there = load(folder)
         if unlike := difference(there, sweep):
@@ -86,19 +125,11 @@ def reserve(sweep: Sweep, folder: Path) -> None:
                 f"{folder} holds another sweep ({unlike}); choose another name=, or `fedprior sweep {folder}` for that "
                 "one"
             )
-        base = (there.base[0], *sweep.base[1:]) if copied else sweep.base
-        sweep, copied = replace(sweep, base=base, seeds=tuple(dict.fromkeys([*there.seeds, *sweep.seeds]))), None
-    elif folder.exists() and any(path.suffix != ".tmp" for path in folder.iterdir()):  # which a kill leaves
-        raise UserError(f"{folder} is not empty and no sweep; choose another name=")
-    vet(sweep, folder)
-    try:
-        if copied is not None:
-            store.write_text(folder / BASE, copied.read_text(encoding="utf-8"))
-        if copied is not None or sweep.base[:1] == (str(folder / BASE),):
-            sweep = replace(sweep, base=(BASE, *sweep.base[1:]))
-        store.write_json(folder / "sweep.json", describe(sweep))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder} ({error}); choose another --sweeps") from None
+        base = (there.base[0], *sweep.base[1:]) if settings(sweep) else sweep.base
+        return replace(sweep, base=base, seeds=tuple(dict.fromkeys([*there.seeds, *sweep.seeds])))
+    if folder.exists() and any(path.suffix != ".tmp" and path.name != BASE for path in folder.iterdir()):
+        raise UserError(f"{folder} is not empty and no sweep; choose another name=")  # else it was killed just now
+    return sweep
 
 
 def settings(sweep: Sweep) -> Path | None:
@@ -109,14 +140,14 @@ def settings(sweep: Sweep) -> Path | None:
 
 
 def difference(there: Sweep, here: Sweep) -> str:
-    """In which settings two sweeps differ, in words; "" where in none. Seeds, places and what is said of the scale are
-    no settings."""
+    """In which settings two sweeps differ, in words; "" where in none. Seeds, harmless keys and what is said of the
+    scale are no settings."""
     old, new = settings(there), settings(here)
     if old is not None and new is not None:
-        changed = resume.changes(from_toml(old), from_toml(new))
-        if changed:
+        changed = harmful(resume.changes(from_toml(old), from_toml(new)))
+        if changed := {key: values for key, values in changed.items() if key != "seed"}:
             return f"{new} has changed: {told(changed)}"
-    lasting = lambda s: [w for w in s.base[1 if settings(s) else 0 :] if w.partition("=")[0] not in PLACES]
+    lasting = lambda s: [w for w in s.base[1 if settings(s) else 0 :] if harmful({key_of(w): (w.partition("=")[2],)})]
     axes = lambda s: [f"{axis.name}: {', '.join(axis.values)}" for axis in (*s.rows, *s.columns)]
     for before, after in ((lasting(there), lasting(here)), (axes(there), axes(here))):
         if before != after:
@@ -127,7 +158,14 @@ def difference(there: Sweep, here: Sweep) -> str:
     return "" if (old is None) == (new is None) else "another recipe or file"
 
 
-def told(changed: dict[str, tuple[Any, Any]]) -> str:
+def harmful(changed: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+    """Of changed keys and their values, those that change a number. The engines in processes or one after another come
+    to the same bits, engine=vectorised comes to others (docs/engines.md)."""
+    vectorised = lambda key, values: key == "engine" and "vectorised" in values
+    return {key: values for key, values in changed.items() if key not in HARMLESS or vectorised(key, values)}
+
+
+def told(changed: dict[str, tuple[Any, ...]]) -> str:
     """E.g. "rounds: 6 there, 8 here"."""
     return "; ".join(f"{key}: {old} there, {new} here" for key, (old, new) in changed.items())
 
@@ -143,7 +181,10 @@ def vet(sweep: Sweep, folder: Path) -> None:
             raise UsageError(f"{cell.name}: {error}") from None
         twin = seen.setdefault(repr(replace(experiment, name="")), cell.name)
         if twin != cell.name and not sweep.table:  # a paper may list one setting twice
-            raise UsageError(f"{twin} and {cell.name} are the same experiment; leave out what makes no difference")
+            elsewhere = "; keys that mean nothing in some rows vary along rows, not --columns" if sweep.columns else ""
+            raise UsageError(
+                f"{twin} and {cell.name} are one experiment; leave out what makes no difference{elsewhere}"
+            )
         run = folder / "cells" / cell.name
         if (run / "config.toml").exists() and (changed := since(run, experiment)):
             raise UserError(
@@ -152,13 +193,12 @@ def vet(sweep: Sweep, folder: Path) -> None:
             )
 
 
-def since(run: Path, experiment: Experiment) -> dict[str, tuple[Any, Any]]:
+def since(run: Path, experiment: Experiment) -> dict[str, tuple[Any, ...]]:
     """What has changed since a run was made; nothing where its settings cannot be read, which `damage` says."""
     try:
-        changed = resume.changes(from_toml(run / "config.toml"), experiment)
+        return harmful({**resume.changes(from_toml(run / "config.toml"), experiment)})
     except (UserError, OSError):
         return {}
-    return {key: values for key, values in changed.items() if key not in HARMLESS}
 
 
 def done(folder: Path, cell: Cell) -> bool:
@@ -228,6 +268,13 @@ def carry_out(folder: Path, workers: int, progress: Progress) -> Tally:
     waited for, and taken over when that call ends without them."""
     sweep = load(folder)
     vet(sweep, folder)
+    try:
+        return _carry_out(sweep, folder, workers, progress)
+    except OSError as error:  # of the sweep's own files; a cell's are its own affair
+        raise UserError(f"{folder}: {error}; mend that, and the same command goes on") from None
+
+
+def _carry_out(sweep: Sweep, folder: Path, workers: int, progress: Progress) -> Tally:
     for path in (folder / "failed").glob("*.txt"):
         path.unlink(missing_ok=True)
     cells = sweep.cells()
@@ -249,7 +296,8 @@ def carry_out(folder: Path, workers: int, progress: Progress) -> Tally:
         while left:
             for name in work(folder) if workers == 1 else hired(folder, workers):
                 tell(name)
-            if left := [cell for cell in left if not settled(folder, cell)]:
+            known = set(load(folder).cells())  # somebody may have changed the sweep; such cells are nobody's
+            if left := [cell for cell in left if cell in known and not settled(folder, cell)]:
                 are = "1 cell is" if len(left) == 1 else f"{len(left)} cells are"
                 progress.say(f"{are} at another process, which is waited for")
             while left and not any(free(folder, cell) for cell in left):
@@ -304,7 +352,7 @@ def attempt(sweep: Sweep, cell: Cell, folder: Path, alone: bool) -> None:
     try:
         experiment = sweep.experiment(cell)
         if not alone and experiment.engine == "auto":  # each process has a core of its own and no more
-            experiment = replace(experiment, engine="serial")
+            experiment = replace(experiment, workers=1)
         run(experiment, folder / "cells", Silent(), report=False)
     except Exception as error:
         line = clean(error) or type(error).__name__
@@ -317,11 +365,13 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
     running: dict[subprocess.Popen[str], threading.Thread] = {}
     ended: list[str] = []
     at: dict[int, str] = {}  # by process id, the cell that it is at
+    worked: set[int] = set()  # who began one at all
 
     def listen(child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
         for line in child.stdout:
             word, _, name = line.rstrip("\n").partition(" ")
+            worked.add(child.pid)
             if word == "begin":
                 at[child.pid] = name
             elif word == "end":
@@ -330,7 +380,7 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
 
     def hire() -> None:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-c", "import sys; from fedprior.sweep_run import main; main(sys.argv[1])", folder],
+            [sys.executable, "-P", "-c", CHILD, folder],
             stdin=subprocess.PIPE,  # nothing comes; its end tells that this process is gone
             stdout=subprocess.PIPE,
             text=True,
@@ -350,6 +400,8 @@ def hired(folder: Path, workers: int) -> Iterator[str]:
                     note(folder, name, f"its process ended with code {child.returncode} (out of memory?)\n")
                     ended.append(name)
                     hire()
+                elif child.returncode and child.pid in worked:  # killed between two cells
+                    hire()
                 elif child.returncode:
                     raise UserError(f"a worker of the sweep ended with code {child.returncode} before its first cell")
             while ended:
@@ -368,7 +420,6 @@ def main(folder: str) -> None:
         sys.stdin.read()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it decides when to end
     threading.Thread(target=watch, daemon=True).start()
     out = sys.stdout
     sys.stdout = sys.stderr  # whatever prints must not stand between
@@ -377,6 +428,6 @@ def main(folder: str) -> None:
             print("end", name, file=out, flush=True)
     except BrokenPipeError:  # nobody listens
         os._exit(1)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+    except (UserError, OSError) as error:
+        print(f"error: {clean(error)}", file=sys.stderr, flush=True)
         os._exit(1)

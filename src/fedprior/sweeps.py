@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .errors import UsageError, unknown
-from .sweep import PLACES, Axis, Sweep, several, whole
+from .sweep import Axis, Sweep, key_of, several, whole
 from .tables import Published
 
 SEEDS = (0, 1, 2)
@@ -216,15 +216,18 @@ def named(name: str, words: list[str]) -> Sweep:
     made = SWEEPS[name](scale)
     for axis in (*made.rows, *made.columns):
         set_there = {word.partition("=")[0] for value in axis.values.values() for word in value}
-        if clash := [word for word in more if word.partition("=")[0].replace("-", "_") in set_there]:
+        if clash := [word for word in more if key_of(word) in set_there]:
             raise UsageError(
                 f"'{clash[0]}' is set by the table's axis '{axis.name}'; leave it out, or sweep a grid of your own"
             )
     changed: dict[str, Any] = {"base": (*made.base, *more), "seeds": seeds or made.seeds, "name": own or made.name}
-    if [word for word in more if word.partition("=")[0].replace("-", "_") not in PLACES]:
+    if [word for word in more if key_of(word) not in PLACES]:
         changed["scale"] = "; ".join(filter(None, [made.scale, f"changed: {' '.join(more)}"]))
     return Sweep(**({f: getattr(made, f) for f in Sweep.__dataclass_fields__} | changed))
 
+
+PLACES = ("data.path", "device", "engine", "workers", "memory_MB", "prior.offline")
+"""Keys that make nothing smaller than in the paper."""
 
 VANILLA = (
     "* The paper's vanilla FedProx and FedNova are far below its FedAvg, which its stated settings cannot explain: "

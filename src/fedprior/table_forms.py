@@ -3,6 +3,7 @@
 import csv
 import io
 
+from .sweep import NOTHING
 from .tables import MEASURES, Entry, Labels, Table
 
 
@@ -30,7 +31,7 @@ def beside(entry: Entry, table: Table) -> str:
 
 
 def column_name(column: Labels) -> str:
-    return ", ".join(column) or "all"
+    return ", ".join(label for label in column if label != NOTHING) or "all"
 
 
 def markdown(table: Table) -> str:
@@ -44,7 +45,7 @@ def markdown(table: Table) -> str:
 
 
 def _plain(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.replace("|", "\\|").split())
 
 
 def _marked(entry: Entry, table: Table) -> str:

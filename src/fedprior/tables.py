@@ -11,10 +11,10 @@ import numpy as np
 
 from . import resume, store
 from .errors import UsageError, UserError
-from .paired import FEW, LEAST, TESTED, differs
+from .paired import FEW, LEAST, differs, the_test
 from .progress import clock
 from .record import metrics
-from .report import summary
+from .report import numbers
 from .sweep import NOTHING, Cell, Sweep
 from .sweep_run import done, load
 
@@ -36,7 +36,7 @@ MEASURES: dict[Metric, Measure] = {
     "best": Measure("best {} accuracy in % of any round (optimistic: chosen on the rows it is told of)", 1, "higher"),
     "rounds_to_target": Measure("rounds until the target accuracy", 0, "lower"),
     "MB_to_target": Measure("MB (1e6 bytes, both directions) until the target accuracy", 2, "lower"),
-    "hours": Measure("hours that the process of a cell took, made images and descriptors included", 3, ""),
+    "hours": Measure("hours of a cell's process; who first needs images or descriptors makes them for all", 3, ""),
     "synthetic_rows": Measure("synthetic images that clients trained on, all clients together", 0, ""),
 }
 
@@ -86,9 +86,10 @@ class Table(NamedTuple):
     signed: bool = False  # numbers are differences
 
 
-def of(folder: Path, metric: Metric = "mean_last10", against: str = "") -> Table:
-    """The table of a sweep's directory, as far as it is done. With `against`, a row's label such as "vanilla", each
-    number is the gain over the row that has this label and else the same ones, seed by seed.
+def of(folder: Path, metric: Metric = "mean_last10", against: str = "", target: float | None = None) -> Table:
+    """The table of a sweep's directory, as far as it is done. With `against`, a row's label such as "vanilla" or, where
+    several axes have it, "balance=none", each number is the gain over the row that has this label and else the same
+    ones, seed by seed. `target` is an accuracy in [0, 1], by default the sweep's own.
 
     Raises UserError where nothing is done, UsageError for a label that no row has.
     """
@@ -102,29 +103,43 @@ def of(folder: Path, metric: Metric = "mean_last10", against: str = "") -> Table
     better = MEASURES[metric].better
     kinds = {cell: kind(run) if better else frozenset() for cell, run in runs.items()}
     common = frozenset.intersection(*kinds.values())
+    if "§" in common and len({sweep.experiment(cell).validation for cell in runs}) > 1:  # on rows that differ
+        common -= {"§"}
     entries = {}
     for row in rows:
         for column in columns:
             own = {cell: run for cell, run in runs.items() if (cell.row, cell.column) == (row, column)}
-            values = {cell.seed: value(run, metric) for cell, run in own.items()}
+            values = {cell.seed: value(run, metric, target) for cell, run in own.items()}
             marks = frozenset[str]().union(*(kinds[cell] - common for cell in own))
             marks |= {UNDONE} if better and undone(own.values()) else set()
             entries[row, column] = entry(values, len(sweep.seeds), published.get((row, column)), marks)
-    told = remarks(runs, entries) if better else []
+    plain, without = entries, list[Labels]()
     if against:
-        rows, entries = gains(rows, columns, entries, baselines(rows, against), len(sweep.seeds))
+        over = baselines(rows, against, [axis.name for axis in sweep.rows])
+        axis = over.axis
+        without = [row for row in rows if row not in over.rows and row[axis] != over.label]
+        rows, entries = gains(rows, columns, entries, over.rows, len(sweep.seeds), bool(better))
     elif better:
+        idle = {(cell.row, cell.column) for cell, run in runs.items() if all(ln.get("skipped") for ln in run.curve)}
         for column in columns:
-            alike = {row: e.values for row in rows if not set((e := entries[row, column]).marks) & set(KINDS)}
+            kept = [row for row in rows if (row, column) not in idle]  # a model that never trained is no match
+            alike = {row: e.values for row in kept if not set((e := entries[row, column]).marks) & set(KINDS)}
             for row in strongest(alike, better == "lower"):
                 entries[row, column] = replace(entries[row, column], strong=True)
     judged = sorted({run.result.get("judged_on", "test") for run in runs.values()})
-    rounds = summary.window([len(run.curve) for run in runs.values()])
+    rounds = numbers.window([len(run.curve) for run in runs.values()])
+    if any(line["accuracy"] is None for run in runs.values() for line in run.curve):
+        rounds += ", as far as they were evaluated"
     says = MEASURES[metric].says.format(" or ".join(judged), rounds)
     says = ", ".join([says, *(what for mark, what in KINDS.items() if mark in common - {"§"})])  # it is said already
     says = f"gain over {against} in {says}" if against else says
     heads = tuple(axis.name for axis in sweep.rows)
-    told = [*notes(sweep, metric, entries, says, bool(against)), *told, origin(run.manifest for run in runs.values())]
+    told = [
+        *notes(sweep, metric, entries, says, bool(against), len(sweep.cells()) - len(runs)),
+        *([f"Without a row to compare with: {'; '.join(', '.join(row) for row in without)}."] if without else []),
+        *(remarks(runs, plain, entries) if better else []),
+        origin(runs.values()),
+    ]
     return Table(sweep.name, metric, rows, columns, heads, entries, told, says, bool(against))
 
 
@@ -165,18 +180,22 @@ def undone(runs: Iterable[Run]) -> tuple[int, int] | None:
     return (refused, skipped) if refused or skipped else None
 
 
-def remarks(runs: Mapping[Cell, Run], entries: Mapping[tuple[Labels, Labels], Entry]) -> list[str]:
-    """What the marks of a table's entries mean."""
+def remarks(
+    runs: Mapping[Cell, Run],
+    plain: Mapping[tuple[Labels, Labels], Entry],
+    entries: Mapping[tuple[Labels, Labels], Entry],
+) -> list[str]:
+    """What the marks of a table's entries mean; `plain` are those that gains are made of, or the same."""
     found = {mark for e in entries.values() for mark in e.marks}
     out = [f"{mark} {what}; a number of another kind than the others, and never bold." for mark, what in KINDS.items()]
     out = [line for line in out if line[0] in found]
     parts = []
-    for (row, column), e in entries.items():
+    for (row, column), e in plain.items():
         own = [run for cell, run in runs.items() if (cell.row, cell.column) == (row, column)]
-        if UNDONE in e.marks and (counts := undone(own)):
+        if UNDONE in found & set(e.marks) and (counts := undone(own)):
             name = ", ".join((*row, *column))
             rounds = sum(len(run.curve) for run in own)
-            updates = summary.counted(counts[0], "update")
+            updates = numbers.counted(counts[0], "update")
             parts.append(f"{name}: {updates} refused, {counts[1]} of {rounds} rounds left the model as it was")
     if parts:
         more = f"; and {len(parts) - NAMED} more entries" if len(parts) > NAMED else ""
@@ -187,23 +206,23 @@ def remarks(runs: Mapping[Cell, Run], entries: Mapping[tuple[Labels, Labels], En
 def entry(
     values: Mapping[int, float | None], seeds: int, published: Published | None = None, marks: Iterable[str] = ()
 ) -> Entry:
-    mean, spread = summary.across_seeds(list(values.values()))
+    mean, spread = numbers.across_seeds(list(values.values()))
     return Entry(dict(values), seeds - len(values), mean, spread, published=published, marks="".join(sorted(marks)))
 
 
-def value(run: Run, metric: Metric) -> float | None:
+def value(run: Run, metric: Metric, target: float | None = None) -> float | None:
     """A cell's number in the units of the table; None where it never reached the target."""
     if metric in ("mean_last10", "last", "best"):
-        head = summary.headline(run.curve)[metric]
+        head = numbers.headline(run.curve)[metric]
         return None if head is None else 100 * float(head)
     if metric == "hours":
         return float(run.result["seconds"]) / 3600
     if metric == "synthetic_rows":
         return float(run.result.get("synthetic_rows") or 0)
-    target = run.result.get("target")
+    target = run.result.get("target") if target is None else target
     if target is None:
-        raise UserError(f"--metric {metric} needs target= in the sweep's settings")
-    hit = summary.to_target(run.curve, float(target))
+        raise UserError(f"--metric {metric} needs a target accuracy, such as --target 0.5")
+    hit = numbers.to_target(run.curve, float(target))
     return None if hit is None else float(hit["rounds" if metric == "rounds_to_target" else "MB"])
 
 
@@ -235,23 +254,38 @@ def strongest(values: Mapping[Labels, Mapping[int, float | None]], lower: bool =
 # gains over a row
 
 
-def baselines(rows: Sequence[Labels], label: str) -> dict[Labels, Labels]:
-    """For each row that has other labels, the one it is measured against: with this label, and else the same or, where
-    the other axes mean nothing beside it, none. Raises UsageError for a label that is no row's or stands on several
-    axes."""
-    at = {i for row in rows for i, one in enumerate(row) if one == label}
-    if len(at) != 1 or label == NOTHING:
-        known = ", ".join(repr(name) for name in dict.fromkeys(x for row in rows for x in row) if name != NOTHING)
+class Over(NamedTuple):
+    """What gains are over."""
+
+    axis: int  # of the rows
+    label: str
+    rows: dict[Labels, Labels]  # for each row that has another label, the one that it is measured against
+
+
+def baselines(rows: Sequence[Labels], said: str, heads: Sequence[str]) -> Over:
+    """The rows that have a label, given alone or after an axis's name; a row is measured against the one that has it
+    and else the same labels or, where the other axes mean nothing beside it, none. Raises UsageError for a label that
+    is no row's or stands on several axes."""
+    head, equals, rest = said.partition("=")
+    named = bool(equals) and head in heads
+    label = rest if named else said
+    at = {i for row in rows for i, one in enumerate(row) if one == label and (not named or heads[i] == head)}
+    if not any(heads):
         raise UsageError(
-            f"--against '{label}' must be the label of rows on one axis; there are {known}"
-            if known
-            else "--against needs rows to choose from, and in this sweep all that varies goes along the columns"
+            "--against needs rows to choose from, and in this sweep all that varies goes along the columns"
         )
+    if len(at) > 1:
+        raise UsageError(f"--against {said}: several axes have that label; say --against {heads[min(at)]}={label}")
+    if not at or label == NOTHING:
+        known = ", ".join(repr(name) for name in dict.fromkeys(x for row in rows for x in row) if name != NOTHING)
+        raise UsageError(f"--against '{said}' must be a label of rows; there are {known}")
     (axis,) = at
     fits = lambda base, row: all(i == axis or b in (r, NOTHING) for i, (b, r) in enumerate(zip(base, row, strict=True)))
     bases = [row for row in rows if row[axis] == label]
     over = {row: [base for base in bases if fits(base, row)] for row in rows if row[axis] != label}
-    return {row: found[0] for row, found in over.items() if found}
+    if not any(over.values()):
+        raise UsageError(f"--against {said}: no row has a counterpart that is alike but for this label")
+    return Over(axis, label, {row: found[0] for row, found in over.items() if found})
 
 
 def gains(
@@ -260,8 +294,9 @@ def gains(
     entries: Mapping[tuple[Labels, Labels], Entry],
     over: Mapping[Labels, Labels],
     seeds: int,
+    tested: bool,
 ) -> tuple[list[Labels], dict[tuple[Labels, Labels], Entry]]:
-    """Rows and entries of differences, over the seeds that both rows have."""
+    """Rows and entries of differences, over the seeds that both rows have; with `tested` told from chance."""
     out = {}
     kept = [row for row in rows if row in over]
     for row in kept:
@@ -277,7 +312,7 @@ def gains(
             undone = {UNDONE} & {*own.marks, *base.marks}
             made = entry(values, seeds, paper, unlike | undone)
             known = np.array([v for v in values.values() if v is not None])
-            out[row, column] = replace(made, strong=differs(known) and not unlike)
+            out[row, column] = replace(made, strong=tested and differs(known) and not unlike)
     return kept, out
 
 
@@ -291,40 +326,45 @@ def papers(sweep: Sweep, metric: str) -> dict[tuple[Labels, Labels], Published]:
     return PUBLISHED.get((sweep.table, metric), {})
 
 
-def notes(sweep: Sweep, metric: Metric, entries: Mapping[Any, Entry], says: str, signed: bool) -> list[str]:
+def notes(
+    sweep: Sweep, metric: Metric, entries: Mapping[tuple[Labels, Labels], Entry], says: str, signed: bool, missing: int
+) -> list[str]:
+    """Sentences below a table; `missing` cells are not done."""
     seeds = len(sweep.seeds)
     out = [
         f"{says[0].upper()}{says[1:]}; "
         + (f"mean ± sample standard deviation over {seeds} seeds" if seeds > 1 else "one seed")
         + f" ({', '.join(map(str, sweep.seeds))}){', paired by seed' if signed else ''}."
     ]
-    tested = f"{TESTED}, not adjusted for the number of rows"
-    shared = [n for n in compared(entries, signed) if n]
-    few = " Few seeds tell only large differences from chance." if max(shared, default=0) < FEW else ""
+    tested = f"{the_test('seeds')}, not adjusted for the number of rows"
+    shared = compared(entries, signed)
+    most = max(shared, default=0)
+    all_of_them = "both rows of a gain" if signed else "all rows of a column"
+    few = " Few seeds tell only large differences from chance." if most < FEW else ""
     if not MEASURES[metric].better:
         pass
-    elif max(shared, default=0) < LEAST:
-        which = f"{['No seed', 'One seed', 'Two seeds'][max(shared, default=0)]}"
-        done_by_all = "" if seeds < LEAST else ", as many as all rows of a column have,"
+    elif most == 0:
+        out.append(f"No seed is done in {all_of_them}, so nothing is bold.")
+    elif most < LEAST:
+        done_by_all = "" if seeds < LEAST else f", as many as {all_of_them} have,"
         out.append(
-            f"{which}{done_by_all} cannot tell an effect from chance"
+            f"{'One seed' if most == 1 else 'Two seeds'}{done_by_all} cannot tell an effect from chance"
             + ("." if signed else "; bold is the best of its column and no more.")
         )
     else:
         bold = "told from zero" if signed else "the best of its column, and what is not significantly worse"
-        some = "" if signed else ", the best alone is"
-        rest = f" Where fewer than three seeds can be compared{some or ', nothing is'}." if min(shared) < LEAST else ""
+        rest = " Where fewer than three seeds can be compared, nothing is." if signed else ""
+        rest = rest or " Where fewer than three seeds can be compared, the best alone is, and without any nothing."
+        rest = rest if min(shared) < LEAST else ""
         out.append(f"Bold: {bold} ({tested}).{rest}{few}")
     if sweep.scale:
         out.append(f"Scale: {sweep.scale}.")
     if any(e.published for e in entries.values()):
         out.append(f"In brackets: the paper's {'difference' if signed else 'number'}, from its own scale.")
     out += list(dict.fromkeys(e.published.note for e in entries.values() if e.published and e.published.note))
-    if missing := sum(e.missing for e in entries.values()):
-        out.append(
-            f"{missing} of {seeds * len(entries)} cells are not done; entries over fewer seeds say so, and bold is by "
-            "the seeds that all rows of a column have."
-        )
+    if missing:
+        bold = "" if signed else ", and bold is by the seeds that all rows of a column have"
+        out.append(f"{missing} of {len(sweep.cells())} cells are not done; entries over fewer seeds say so{bold}.")
     if any(None in e.values.values() for e in entries.values()):
         out.append("Not every seed reached the target; means are over those that did, and such entries are marked.")
     return out
@@ -341,13 +381,15 @@ def compared(entries: Mapping[tuple[Labels, Labels], Entry], signed: bool) -> li
     return [len(set.intersection(*seeds)) for seeds in columns.values()]
 
 
-def origin(manifests: Iterable[Mapping[str, Any]]) -> str:
-    """What made the numbers: versions, commits, hardware. Without times, so that the same cells give the same text."""
+def origin(runs: Iterable[Run]) -> str:
+    """What made the numbers: versions, commits, hardware, and an engine that rounds in its own way. Without times, so
+    that the same cells give the same text."""
     kinds: dict[str, int] = {}
-    for manifest in manifests:
-        versions, machine = manifest.get("versions", {}), manifest.get("hardware", {})
+    for run in runs:
+        versions, machine = run.manifest.get("versions", {}), run.manifest.get("hardware", {})
         commit = f" at commit {versions['commit']}" if "commit" in versions else ""
         graphics = f", {machine['gpu']}" if machine.get("gpu", "none") != "none" else ""
+        graphics += ", engine=vectorised" if run.result.get("engine") == "vectorised" else ""
         kind = (
             f"fedprior {versions.get('fedprior', '?')}{commit}, Python {versions.get('python', '?')}, torch "
             f"{versions.get('torch', '?')}, {machine.get('processor', '?')} ({machine.get('system', '?')}, "
@@ -357,16 +399,16 @@ def origin(manifests: Iterable[Mapping[str, Any]]) -> str:
     if len(kinds) == 1:
         made = f"Made by {min(kinds)}."
     else:
-        made = "Made by: " + "; ".join(f"{summary.counted(n, 'cell')} by {kind}" for kind, n in kinds.items()) + "."
+        made = "Made by: " + "; ".join(f"{numbers.counted(n, 'cell')} by {kind}" for kind, n in kinds.items()) + "."
     return made
 
 
 def spending(spent: Mapping[str, float]) -> str:
     """`costs` in a sentence."""
     return (
-        f"{summary.counted(spent['cells'], 'cell')} took {clock(3600 * spent['hours'])} of a process, sent "
+        f"{numbers.counted(spent['cells'], 'cell')} took {clock(3600 * spent['hours'])} of a process, sent "
         f"{spent['MB']:.1f} MB (1e6 bytes, both directions) and trained on "
-        f"{summary.counted(spent['synthetic_rows'], 'synthetic row')}."
+        f"{numbers.counted(spent['synthetic_rows'], 'synthetic row')}."
     )
 
 

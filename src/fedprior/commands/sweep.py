@@ -30,6 +30,7 @@ def sweep(
     """Run a grid of experiments: `sweep gen-fedsd/table1 scale=smoke`, or `sweep method=fedavg,moon seed=0,1,2`.
 
     The same command goes on with what was stopped, and tries again what failed."""
+    from .. import store
     from ..choice import cores
     from ..progress import for_terminal
     from ..report import sweep_page
@@ -43,15 +44,18 @@ def sweep(
     whole = load(folder)
     standing = carry_out(folder, workers or cores(), for_terminal())
     result: dict[str, Any] = {"directory": str(folder), "cells": standing.cells, "done": standing.done}
+    unwritten = ""
     if standing.done:
-        table = of(folder, metric_of(whole, "auto"))
-        text = markdown(table)
-        write(folder / "table.md", text)
-        page = folder / "report.html"
-        sweep_page.write(folder, metric_of(whole, "auto"), page)
+        text = markdown(of(folder, metric_of(whole, "auto")))
+        spent, page = costs(folder), folder / "report.html"
         print(text)
-        spent = costs(folder)
-        print(f"{spending(spent)} Report: {page}")
+        try:
+            store.write_text(folder / "table.md", text)
+            sweep_page.write(folder, metric_of(whole, "auto"), page)
+            print(f"{spending(spent)} Report: {page}")
+        except OSError as error:
+            print(spending(spent))
+            unwritten = f"table and report are not written ({error}); mend that, and the same command writes them"
         result |= {"costs": spent, "table": str(folder / "table.md"), "report": str(page)}
     emit(result | {"failed": standing.failed}, as_json)
     if standing.failed:
@@ -60,6 +64,8 @@ def sweep(
             f"{len(standing.failed)} of {standing.cells} cells failed ({folder}/failed has each traceback); the same "
             f"command tries them again:\n{listed}"
         )
+    if unwritten:
+        raise UserError(unwritten)
     if standing.done < standing.cells:  # another command began cells anew meanwhile
         raise UserError(
             f"{standing.cells - standing.done} of {standing.cells} cells are not done; the same command goes on"
@@ -108,6 +114,9 @@ def table(
         str, typer.Option(metavar="LABEL", help="Gains over the rows of this label, seed by seed, such as vanilla.")
     ] = "",
     form: Annotated[Literal["md", "latex", "csv"], typer.Option("--format", help="What to print.")] = "md",
+    target: Annotated[
+        float | None, typer.Option(help="The accuracy in [0, 1] of *_to_target, in the place of the sweep's own.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="A file in the place of the screen.")] = None,
 ) -> None:
     """The results of a sweep as a table: Markdown, LaTeX (booktabs) or CSV."""
@@ -115,7 +124,9 @@ def table(
     from ..table_forms import FORMATS
     from ..tables import of
 
-    text = FORMATS[form](of(folder, cast(Any, metric_of(load(folder), metric)), against))
+    if target is not None and not 0 < target <= 1:
+        raise UsageError(f"--target is an accuracy above 0 and at most 1, not {target}; write 0.8 for 80 %")
+    text = FORMATS[form](of(folder, cast(Any, metric_of(load(folder), metric)), against, target))
     if out is None:
         print(text, end="")
         return
