@@ -47,18 +47,19 @@ SPLITS: dict[str, dict[str, tuple[str, ...]]] = {
         "each class at one client": ("partition=pathological", "partition.k=1", "clients=10"),
     },
 }
+MAX = ("balance=max", "balance.cap=0")  # the recipe has a cap
 ALIGNED: dict[str, tuple[str, ...]] = {
     "no synthetic images": ("balance=none",),
-    "align=none": ("balance=max",),
-    "align=roundtrip": ("balance=max", "balance.align=roundtrip"),
-    "align=half": ("balance=max", "balance.align=half"),
-    "align=noised, strength 0.3": ("balance=max", "balance.align=noised"),
+    "align=none": MAX,
+    "align=roundtrip": (*MAX, "balance.align=roundtrip"),
+    "align=half": (*MAX, "balance.align=half"),
+    "align=noised, strength 0.3": (*MAX, "balance.align=noised"),
 }
 BUDGETS = {"digits": (0, 25, 50, 100, 200, 400, 800, 1600), "cifar10": (0, 25, 100, 400, 1600)}
 POOLS = {"digits": (3, 10, 30, 100, 300), "cifar10": (3, 30, 300)}
 RULES: dict[str, tuple[str, ...]] = {
     "none": ("balance=none",),
-    "max (Gen-FedSD)": ("balance=max",),
+    "max (Gen-FedSD)": MAX,
     "missing_only": ("balance=missing_only",),
     "fixed_budget 500": ("balance=fixed_budget", "balance.budget=500"),
     "fixed_budget, total kept (FBL)": ("balance=fixed_budget", "balance.budget=0", "balance.drop=true"),
@@ -103,7 +104,7 @@ def page(what: str, kind: str, base: Sequence[str], root: Path, workers: int, se
         return table(base, capped(ALIGNED, kind), splits, root, workers, "real rows", seeds)
     first = dict(list(splits.items())[:1])
     budgets = {str(n): ("balance=fixed_budget", f"balance.budget={n}") for n in BUDGETS[kind]}
-    pools = {str(n): ("balance=max", f"balance.pool_size={n}") for n in POOLS[kind]}
+    pools = {str(n): (*MAX, f"balance.pool_size={n}") for n in POOLS[kind]}
     parts = [
         "Images a client (`balance=fixed_budget`):",
         table(base, budgets, first, root, workers, "budget", seeds),

@@ -18,6 +18,7 @@ from fedprior import sweep_run as running
 from fedprior import sweeps as named
 from fedprior.cli import main
 from fedprior.errors import UsageError, UserError
+from fedprior.optim import SGD
 from fedprior.progress import Silent
 from fedprior.report import sweep_page
 from fedprior.report.numbers import Arm
@@ -188,6 +189,16 @@ def test_the_full_table_is_the_recipe_s_own_settings():
 
     assert made.experiment(cell) == replace(RECIPES["gen-fedsd/cifar10"](), name=cell.name)
     assert made.seeds == (0, 1, 2)
+
+
+def test_the_ablation_that_is_published_is_what_its_page_says():
+    """docs/results/feddifrc_ablation.md: plain SGD at 0.05, whatever the recipe has."""
+    made = named.named("feddifrc/ablation", ["scale=cpu-hour"])
+    for cell in made.cells():
+        experiment = made.experiment(cell)
+        assert (experiment.local, experiment.rounds, experiment.steps) == (SGD(lr=0.05), 20, 30)
+        assert (experiment.clients, experiment.cohort, experiment.augment, experiment.net) == (10, 5, False, "cnn")
+        assert experiment.guide is None or experiment.guide.timestep == 150
 
 
 def test_published_numbers_are_where_the_table_has_cells():

@@ -152,7 +152,8 @@ FEDDIFRC_SCALES = {
     "cpu-hour": Scale(
         (
             *("feddifrc/cifar10", "data.half=private", "prior=cifar10", "prior.dtype=fp32", "net=cnn"),
-            *("augment=false", "local=sgd", "local.lr=0.05", "rounds=20", "steps=30"),
+            *("augment=false", "rounds=20", "steps=30"),
+            *("local=sgd", "local.lr=0.05", "local.momentum=0", "local.weight_decay=0"),
         ),
         GUIDED,
     ),
