@@ -302,6 +302,13 @@ def test_latex_rows_begin_with_nothing_that_ends_a_line(tmp_path):
     assert "\n{}*b & " in tex
 
 
+def test_labels_and_notes_of_several_lines_stay_on_one(tmp_path):
+    found = {(f"{row}\nx", *rest): x for (row, *rest), x in FULL.items()}
+    table = tables.of(swept(tmp_path, found, labels=("a\nx", "b\nx")))._replace(notes=["one\ntwo"])
+    assert "| a x | **" in markdown(table)
+    assert latex(table).splitlines()[:2] == ["% one two", r"\begin{tabular}{lcc}"]
+
+
 def test_gains_over_a_row_beside_which_other_axes_mean_nothing():
     rows = [("none", NOTHING), ("max", "3"), ("max", "4")]
     heads = ["balance", "cap"]

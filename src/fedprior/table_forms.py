@@ -69,7 +69,7 @@ def latex(table: Table) -> str:
     """A booktabs table for a paper; notes as comments."""
     across = [column_name(column).translate(ESCAPES) for column in table.columns]
     lines = [
-        *(f"% {note}" for note in table.notes),
+        *(f"% {' '.join(note.split())}" for note in table.notes),  # on one line, or it would be set
         f"\\begin{{tabular}}{{{'l' * len(table.heads)}{'c' * len(across)}}}",
         "\\toprule",
         " & ".join([*(head.translate(ESCAPES) for head in table.heads), *across]) + r" \\",
