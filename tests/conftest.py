@@ -1,4 +1,9 @@
 import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 
@@ -17,6 +22,37 @@ def own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+COMMAND = (  # Ctrl-C counts, also where the tests are a shell's background job, which ignores it
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\nfrom fedprior.cli import main; main()"
+)
+
+
+@pytest.fixture
+def endless():
+    """Starts commands that take hours, each in a process group of its own, and ends what the test leaves of them."""
+    begun = []
+
+    def start(words, ready):
+        child = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *map(str, words)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        begun.append(child)
+        while not ready():
+            assert child.poll() is None, child.communicate()
+            time.sleep(0.05)
+        return child
+
+    yield start
+    for child in begun:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
 
 
 @pytest.fixture(scope="session")

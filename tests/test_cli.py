@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -217,26 +216,11 @@ def test_a_mistake_of_several_lines_keeps_them(capsys, monkeypatch):
     assert err == f"fedprior: 2 cells failed:\n  one: [2J{'long ' * 400}end\n  two: odd\n"
 
 
-def endless(folder, *words):
-    """A run that takes hours, in a process group of its own, after its first round."""
-    words = ["run", *QUICK[1:], "rounds=1000000", *words, "--runs", str(folder)]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "fedprior.cli", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while not list(folder.glob("*/metrics.jsonl")):
-        assert child.poll() is None, child.communicate()
-        time.sleep(0.05)
-    return child
-
-
 @pytest.mark.parametrize(("way", "engine"), [(signal.SIGINT, "serial"), (signal.SIGTERM, "pool")])
-def test_a_run_that_is_stopped_says_in_one_line_how_it_goes_on(tmp_path, way, engine):
+def test_a_run_that_is_stopped_says_in_one_line_how_it_goes_on(tmp_path, way, engine, endless):
     """To the whole group, as a terminal sends Ctrl-C and a supervisor SIGTERM."""
-    child = endless(tmp_path, f"engine={engine}", "workers=2")
+    words = ["run", *QUICK[1:], "rounds=1000000", f"engine={engine}", "workers=2", "--runs", tmp_path]
+    child = endless(words, ready=lambda: list(tmp_path.glob("*/metrics.jsonl")))
     os.killpg(child.pid, way)
     out, err = child.communicate(timeout=60)
     folder = tmp_path / "digits-fedavg"

@@ -666,19 +666,10 @@ def test_no_more_workers_than_cells(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
-def test_a_sweep_that_is_stopped_says_so_in_one_line(tmp_path, way):
+def test_a_sweep_that_is_stopped_says_so_in_one_line(tmp_path, way, endless):
     """To the whole group, as a terminal sends Ctrl-C."""
-    words = [*SMALL, "rounds=100000", "method=fedavg,moon", "name=it", "--workers", "2", "--sweeps", tmp_path]
-    child = subprocess.Popen(
-        [sys.executable, "-m", "fedprior.cli", "sweep", *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    while len(list(tmp_path.glob("it/cells/*/metrics.jsonl"))) < 2:
-        assert child.poll() is None
-        time.sleep(0.1)
+    words = ["sweep", *SMALL, "rounds=100000", "method=fedavg,moon", "name=it", "--workers", "2", "--sweeps", tmp_path]
+    child = endless(words, ready=lambda: len(list(tmp_path.glob("it/cells/*/metrics.jsonl"))) == 2)
     os.killpg(child.pid, way)
     _, err = child.communicate(timeout=60)
     assert child.returncode == 128 + way
