@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from fedprior import store
+from fedprior import store, sweep_folder
 from fedprior import sweep_run as running
 from fedprior import sweeps as named
 from fedprior.cli import main
@@ -23,7 +23,8 @@ from fedprior.progress import Silent
 from fedprior.report import sweep_page
 from fedprior.report.numbers import Arm
 from fedprior.sweep import NOTHING, Axis, Sweep, grid, idle, slug
-from fedprior.sweep_run import carry_out, describe, load, reserve
+from fedprior.sweep_folder import describe, load, note, reserve, tally
+from fedprior.sweep_run import carry_out
 from fedprior.table_forms import column_name
 
 SMALL = ("clients=4", "cohort=2", "rounds=2", "steps=2", "batch_size=8")
@@ -271,7 +272,7 @@ def test_a_sweep_has_a_page_with_its_table_its_curves_and_what_failed(tmp_path, 
         assert part in text
     assert "http://" not in text.replace("http://www.w3.org", "")
     (folder / "cells" / "local-alpha_1-seed1" / "result.json").unlink()
-    running.note(folder, "local-alpha_1-seed1", "the disk was full\n")
+    note(folder, "local-alpha_1-seed1", "the disk was full\n")
     assert call(capsys, monkeypatch, "report", folder, "--out", tmp_path / "x.html")[0] == 0
     text = (tmp_path / "x.html").read_text()
     assert "7 of 8 cells" in text
@@ -531,14 +532,14 @@ def test_seeds_that_come_at_once_are_all_kept(tmp_path, monkeypatch):
     """Another command writes between this one's first look and its own writing."""
     words = [*SMALL, "method=fedavg,local", "name=it"]
     reserve(grid(words), tmp_path / "it")
-    plain = running.vet
+    plain = sweep_folder.vet
 
     def meanwhile(*given):
         plain(*given)
-        monkeypatch.setattr(running, "vet", plain)
+        monkeypatch.setattr(sweep_folder, "vet", plain)
         reserve(grid([*words, "seed=2"]), tmp_path / "it")
 
-    monkeypatch.setattr(running, "vet", meanwhile)
+    monkeypatch.setattr(sweep_folder, "vet", meanwhile)
     reserve(grid([*words, "seed=3"]), tmp_path / "it")
     assert load(tmp_path / "it").seeds == (0, 2, 3)
 
@@ -582,7 +583,7 @@ def test_an_empty_note_of_a_failure_is_a_failure(tmp_path):
     made, folder = swept(tmp_path)
     (folder / "failed").mkdir()
     (folder / "failed" / "local-seed0.txt").write_bytes(b"")
-    assert running.tally(made, folder).failed == {"local-seed0": "failed; nothing was noted of why"}
+    assert tally(made, folder).failed == {"local-seed0": "failed; nothing was noted of why"}
     assert carry_out(folder, 1, Silent())[:2] == (2, {})
 
 
@@ -628,7 +629,7 @@ def test_cells_at_another_process_are_waited_for_and_taken_over(tmp_path, monkey
     said, naps = [], []
 
     def nap(seconds):
-        naps.append(running.tally(load(folder), folder).done)
+        naps.append(tally(load(folder), folder).done)
         if len(naps) == 3:
             held.release()  # the other process was killed
 
@@ -647,7 +648,7 @@ def test_a_sweep_that_another_command_began_anew_is_not_called_done(tmp_path, ca
     def meanwhile(*given):
         plain(*given)
         (folder / "cells" / "local-seed0" / "result.json").unlink()
-        return running.tally(load(folder), folder)
+        return tally(load(folder), folder)
 
     monkeypatch.setattr(running, "carry_out", meanwhile)
     code, _, err = call(capsys, monkeypatch, "sweep", folder)

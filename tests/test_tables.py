@@ -16,7 +16,7 @@ from fedprior.errors import UsageError, UserError
 from fedprior.paired import differs
 from fedprior.resume import RESULT
 from fedprior.sweep import NOTHING, Axis, Sweep
-from fedprior.sweep_run import describe
+from fedprior.sweep_folder import describe
 from fedprior.table_forms import comma_separated, latex, markdown
 from fedprior.tables import strongest
 

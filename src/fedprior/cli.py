@@ -237,7 +237,7 @@ def report(
     as_json: Json = False,
 ) -> None:
     """One offline HTML page for a run, for several side by side (seeds of one setting are one line), or for a sweep."""
-    from . import sweep_run
+    from . import sweep_folder
     from .report import html, load, sweep_page
 
     target = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
@@ -250,7 +250,7 @@ def report(
         load.check_done(folders)
     try:
         if whole:
-            sweep_page.write(folders[0], sweep.metric_of(sweep_run.load(folders[0]), "auto"), target)
+            sweep_page.write(folders[0], sweep.metric_of(sweep_folder.load(folders[0]), "auto"), target)
         else:
             html.write(load.report_data(folders), target)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A grid of experiments: what its cells are. How they run stands in `sweep_run`."""
+"""A grid of experiments: what its cells are. What is on disk stands in `sweep_folder`, how cells run in `sweep_run`."""
 
 import itertools
 import re

@@ -16,7 +16,7 @@ from .progress import clock
 from .record import metrics
 from .report import numbers
 from .sweep import NOTHING, Cell, Sweep
-from .sweep_run import done, load
+from .sweep_folder import done, load
 
 Metric = Literal["mean_last10", "last", "best", "rounds_to_target", "MB_to_target", "hours", "synthetic_rows"]
 Labels = tuple[str, ...]

@@ -34,7 +34,8 @@ def sweep(
     from ..choice import cores
     from ..progress import for_terminal
     from ..report import sweep_page
-    from ..sweep_run import carry_out, load, reserve
+    from ..sweep_folder import load, reserve
+    from ..sweep_run import carry_out
     from ..table_forms import markdown
     from ..tables import costs, of, spending
 
@@ -120,7 +121,7 @@ def table(
     out: Annotated[Path | None, typer.Option(help="A file in the place of the screen.")] = None,
 ) -> None:
     """The results of a sweep as a table: Markdown, LaTeX (booktabs) or CSV."""
-    from ..sweep_run import load
+    from ..sweep_folder import load
     from ..table_forms import FORMATS
     from ..tables import of
 

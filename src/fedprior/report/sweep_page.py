@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from .. import store, table_forms, tables
 from ..sweep import Sweep
-from ..sweep_run import Tally, done, load, tally
+from ..sweep_folder import Tally, done, load, tally
 from . import html, numbers, summary
 from .html import Card, Section
 from .load import arm
