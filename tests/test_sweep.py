@@ -380,6 +380,17 @@ def test_a_figure_of_a_sweep_s_page_has_few_lines_and_rows_of_one_kind_together(
     assert sweep_page.parts_of({}) == []
 
 
+def test_a_figure_of_a_sweep_s_page_has_curves_of_one_kind_of_rows(monkeypatch):
+    from fedprior.report import figures
+
+    monkeypatch.setattr(figures, "training", lambda arms: [arm.name for arm in arms])
+    monkeypatch.setattr(sweep_page.html, "panels", lambda names: names)
+    curve = [{"round": 1, "accuracy": 0.5}]
+    kinds = {"a": "test", "b": "validation", "c": "test"}
+    arms = {(name,): Arm(name=name, curves=[curve], judged_on=kind) for name, kind in kinds.items()}
+    assert sweep_page.figures_of(arms) == [["a", "c"], ["b"]]
+
+
 def test_a_key_given_twice_or_set_by_a_paper_s_axis_is_refused():
     for words in (["steps=1,2", "steps=3,4"], ["batch_size=8,4", "batch-size=2"]):
         with pytest.raises(UsageError, match="has several values already"):

@@ -285,6 +285,21 @@ def test_what_holds_for_all_is_said_once(tmp_path):
     assert table.entries[("b",), ("p|q",)].marks == "§"
 
 
+def test_different_shares_of_held_out_rows_are_different_rows(tmp_path):
+    folder = swept(tmp_path, FULL)
+    for path in (folder / "cells").iterdir():
+        change(folder, path.name, judged_on="validation")
+    said = store.read_json(folder / "sweep.json")
+    for shares in (("0.2", "0.2"), ("0.1", "0.3")):
+        one, other = ([f"validation={share}"] for share in shares)
+        said["columns"][0]["values"] = {"p|q": one, "r": [*other, "rounds=3"]}
+        store.write_json(folder / "sweep.json", said)
+        table = tables.of(folder)
+        apart = len(set(shares)) == 2
+        assert {e.marks for e in table.entries.values()} == {"§" if apart else ""}
+        assert any(e.strong for e in table.entries.values()) != apart
+
+
 def test_training_that_did_not_count_is_told(tmp_path):
     folder = swept(tmp_path, FULL)
     refused = lambda line: line | {"refused": [{"client": 1, "reason": "x"}] * 2, "skipped": line["round"] == 2}
@@ -313,15 +328,15 @@ def test_gains_over_a_row_beside_which_other_axes_mean_nothing():
     rows = [("none", NOTHING), ("max", "3"), ("max", "4")]
     heads = ["balance", "cap"]
     over = {("max", "3"): ("none", NOTHING), ("max", "4"): ("none", NOTHING)}
-    assert tables.baselines(rows, "none", heads) == (0, "none", over)
-    assert tables.baselines(rows, "balance=none", heads).rows == over
-    assert tables.baselines(rows, "3", heads).rows == {("max", "4"): ("max", "3")}
+    assert tables.baselines(rows, "none", heads) == over
+    assert tables.baselines(rows, "balance=none", heads) == over
+    assert tables.baselines(rows, "3", heads) == {("none", NOTHING): None, ("max", "4"): ("max", "3")}
     with pytest.raises(UsageError, match="all that varies goes along the columns"):
         tables.baselines([()], "none", [])
     both = [("none", "none"), ("none", "x"), ("max", "none"), ("max", "x")]
     with pytest.raises(UsageError, match="several axes have that label; say --against balance=none"):
         tables.baselines(both, "none", ["balance", "guide"])
-    assert tables.baselines(both, "guide=none", ["balance", "guide"]).rows == {
+    assert tables.baselines(both, "guide=none", ["balance", "guide"]) == {
         ("none", "x"): ("none", "none"),
         ("max", "x"): ("max", "none"),
     }
@@ -331,10 +346,11 @@ def test_gains_over_a_row_beside_which_other_axes_mean_nothing():
 
 def test_rows_without_a_counterpart_are_named(tmp_path, monkeypatch):
     folder = swept(tmp_path, FULL)
-    monkeypatch.setattr(tables, "baselines", lambda *given: tables.Over(0, "a", {("b",): ("a",)}))
     assert not any("Without a row" in note for note in tables.of(folder, against="a").notes)
-    monkeypatch.setattr(tables, "baselines", lambda *given: tables.Over(0, "x", {("b",): ("a",)}))
-    assert "Without a row to compare with: a." in tables.of(folder, against="x").notes
+    monkeypatch.setattr(tables, "baselines", lambda *given: {("b",): ("a",), ("a",): None})
+    table = tables.of(folder, against="x")
+    assert "Without a row to compare with: a." in table.notes
+    assert table.rows == [("b",)]
 
 
 def test_a_model_that_never_trained_is_no_match(tmp_path):

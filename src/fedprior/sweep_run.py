@@ -48,8 +48,8 @@ def _carry_out(sweep: Sweep, folder: Path, workers: int, progress: Progress) -> 
     left = [cell for cell in cells if not settled(folder, cell)]
     workers = min(workers, max(len(left), 1))
     before = sum(done(folder, cell) for cell in cells)
-    in_ = f" in {workers} processes" if workers > 1 else ""
-    progress.say(f"{folder}: {len(cells)} cells, {before} of them done; {len(left)} to run{in_}")
+    side_by_side = f" in {workers} processes" if workers > 1 else ""
+    progress.say(f"{folder}: {len(cells)} cells, {before} of them done; {len(left)} to run{side_by_side}")
     with progress.task(f"cells of {sweep.name}", len(cells), before) as update:
 
         def tell(name: str) -> None:

@@ -105,25 +105,25 @@ def of(folder: Path, metric: Metric = "mean_last10", against: str = "", target: 
     common = frozenset.intersection(*kinds.values())
     if "§" in common and len({sweep.experiment(cell).validation for cell in runs}) > 1:  # on rows that differ
         common -= {"§"}
+    by_entry: dict[tuple[Labels, Labels], dict[Cell, Run]] = {(row, column): {} for row in rows for column in columns}
+    for cell, run in runs.items():
+        by_entry[cell.row, cell.column][cell] = run
     entries = {}
-    for row in rows:
-        for column in columns:
-            own = {cell: run for cell, run in runs.items() if (cell.row, cell.column) == (row, column)}
-            values = {cell.seed: value(run, metric, target) for cell, run in own.items()}
-            marks = frozenset[str]().union(*(kinds[cell] - common for cell in own))
-            marks |= {UNDONE} if better and undone(own.values()) else set()
-            entries[row, column] = entry(values, len(sweep.seeds), published.get((row, column)), marks)
-    plain, without = entries, list[Labels]()
+    for place, own in by_entry.items():
+        values = {cell.seed: value(run, metric, target) for cell, run in own.items()}
+        marks = frozenset[str]().union(*(kinds[cell] - common for cell in own))
+        marks |= {UNDONE} if better and undone(own.values()) else set()
+        entries[place] = entry(values, len(sweep.seeds), published.get(place), marks)
+    without: list[Labels] = []
     if against:
         over = baselines(rows, against, [axis.name for axis in sweep.rows])
-        axis = over.axis
-        without = [row for row in rows if row not in over.rows and row[axis] != over.label]
-        rows, entries = gains(rows, columns, entries, over.rows, len(sweep.seeds), bool(better))
+        without = [row for row, base in over.items() if base is None]
+        bases = {row: base for row, base in over.items() if base is not None}
+        rows, entries = gains(rows, columns, entries, bases, len(sweep.seeds), bool(better))
     elif better:
-        idle = {(cell.row, cell.column) for cell, run in runs.items() if all(ln.get("skipped") for ln in run.curve)}
         for column in columns:
-            kept = [row for row in rows if (row, column) not in idle]  # a model that never trained is no match
-            alike = {row: e.values for row in kept if not set((e := entries[row, column]).marks) & set(KINDS)}
+            alike = {row: e.values for row in rows if not set((e := entries[row, column]).marks) & set(KINDS)}
+            alike = {row: v for row, v in alike.items() if all(map(trained, by_entry[row, column].values()))}
             for row in strongest(alike, better == "lower"):
                 entries[row, column] = replace(entries[row, column], strong=True)
     judged = sorted({run.result.get("judged_on", "test") for run in runs.values()})
@@ -137,7 +137,7 @@ def of(folder: Path, metric: Metric = "mean_last10", against: str = "", target: 
     told = [
         *notes(sweep, metric, entries, says, bool(against), len(sweep.cells()) - len(runs)),
         *([f"Without a row to compare with: {'; '.join(', '.join(row) for row in without)}."] if without else []),
-        *(remarks(runs, plain, entries) if better else []),
+        *(remarks(by_entry, entries) if better else []),
         origin(runs.values()),
     ]
     return Table(sweep.name, metric, rows, columns, heads, entries, told, says, bool(against))
@@ -180,21 +180,23 @@ def undone(runs: Iterable[Run]) -> tuple[int, int] | None:
     return (refused, skipped) if refused or skipped else None
 
 
+def trained(run: Run) -> bool:
+    """Whether a round changed the model; one that stayed as it began is no match for others."""
+    return not all(line.get("skipped") for line in run.curve)
+
+
 def remarks(
-    runs: Mapping[Cell, Run],
-    plain: Mapping[tuple[Labels, Labels], Entry],
-    entries: Mapping[tuple[Labels, Labels], Entry],
+    by_entry: Mapping[tuple[Labels, Labels], Mapping[Cell, Run]], entries: Mapping[tuple[Labels, Labels], Entry]
 ) -> list[str]:
-    """What the marks of a table's entries mean; `plain` are those that gains are made of, or the same."""
+    """What the marks of a table's entries mean; gains have entries for some of the rows that were run."""
     found = {mark for e in entries.values() for mark in e.marks}
     out = [f"{mark} {what}; a number of another kind than the others, and never bold." for mark, what in KINDS.items()]
     out = [line for line in out if line[0] in found]
     parts = []
-    for (row, column), e in plain.items():
-        own = [run for cell, run in runs.items() if (cell.row, cell.column) == (row, column)]
-        if UNDONE in found & set(e.marks) and (counts := undone(own)):
+    for (row, column), own in by_entry.items():
+        if UNDONE in found and (counts := undone(own.values())):
             name = ", ".join((*row, *column))
-            rounds = sum(len(run.curve) for run in own)
+            rounds = sum(len(run.curve) for run in own.values())
             updates = numbers.counted(counts[0], "update")
             parts.append(f"{name}: {updates} refused, {counts[1]} of {rounds} rounds left the model as it was")
     if parts:
@@ -254,18 +256,10 @@ def strongest(values: Mapping[Labels, Mapping[int, float | None]], lower: bool =
 # gains over a row
 
 
-class Over(NamedTuple):
-    """What gains are over."""
-
-    axis: int  # of the rows
-    label: str
-    rows: dict[Labels, Labels]  # for each row that has another label, the one that it is measured against
-
-
-def baselines(rows: Sequence[Labels], said: str, heads: Sequence[str]) -> Over:
-    """The rows that have a label, given alone or after an axis's name; a row is measured against the one that has it
-    and else the same labels or, where the other axes mean nothing beside it, none. Raises UsageError for a label that
-    is no row's or stands on several axes."""
+def baselines(rows: Sequence[Labels], said: str, heads: Sequence[str]) -> dict[Labels, Labels | None]:
+    """For each row that lacks a label, given alone or after an axis's name, the one that it is measured against: the
+    row that has the label and else the same ones or, where the other axes mean nothing beside it, none; None where
+    there is no such row. Raises UsageError for a label that is no row's or stands on several axes."""
     head, equals, rest = said.partition("=")
     named = bool(equals) and head in heads
     label = rest if named else said
@@ -285,7 +279,7 @@ def baselines(rows: Sequence[Labels], said: str, heads: Sequence[str]) -> Over:
     over = {row: [base for base in bases if fits(base, row)] for row in rows if row[axis] != label}
     if not any(over.values()):
         raise UsageError(f"--against {said}: no row has a counterpart that is alike but for this label")
-    return Over(axis, label, {row: found[0] for row, found in over.items() if found})
+    return {row: next(iter(found), None) for row, found in over.items()}
 
 
 def gains(
